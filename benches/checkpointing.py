@@ -21,6 +21,7 @@ class Block:
         def lora(out: int, inner: int) -> tc.nn.LoRALinear:
             weight = rng.standard_normal((out, inner), dtype=np.float32) / np.sqrt(inner)
             layer = tc.nn.LoRALinear(tc.tensor(weight.astype(np.float32)), RANK, RANK)
+            # The factor B starts at zero; random values make every gradient of the LoRA non-zero.
             layer.get_vars()[1].set(tc.randn((out, RANK)) * 0.01)
             return layer
 
@@ -47,13 +48,13 @@ def main() -> None:
     rng = np.random.default_rng(0)
     blocks = [Block(rng) for _ in range(BLOCKS)]
     x = tc.tensor(rng.standard_normal((BATCH, TOKENS, WIDTH), dtype=np.float32))
-    held: dict[str, int] = {}
+    saved: dict[str, int] = {}  # bytes that the tape keeps for the backward pass, by policy
 
     def step(policy: str) -> None:
         y = x
         for block in blocks:
             y = tc.checkpoint(block, y, policy=policy)
-        held[policy] = tc.memory.saved_bytes()
+        saved[policy] = tc.memory.saved_bytes()
         (y * y).mean().backward()
 
     sides = {
@@ -62,7 +63,8 @@ def main() -> None:
     seconds = timing.race(sides, max(options.rounds // 3, 5))
     for policy in sides:
         print(
-            f"{policy}: {held[policy] / 2**20:.1f} MiB kept ({held[policy] / held['none']:.1%}), "
+            f"{policy}: {saved[policy] / 2**20:.1f} MiB kept "
+            f"({saved[policy] / saved['none']:.1%}), "
             f"{1e3 * seconds[policy]:.1f} ms a step ({seconds[policy] / seconds['none']:.3f} x)"
         )
 

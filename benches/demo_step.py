@@ -68,9 +68,13 @@ class TorchDigits:
         return self.torch.nn.functional.layer_norm(x, (DIM,), eps=1e-6) * (1 + scale) + shift
 
     def __call__(self, x: Any, timestep: Any, labels: Any) -> Any:
-        """The predicted velocity."""
+        """The predicted velocity.
+
+        x has the shape (batch, 1, 8, 8). `h` are the hidden states of its patches,
+        (batch, patches, DIM); `e` is the embedding of timestep and label, (batch, DIM).
+        """
         torch, functional, batch = self.torch, self.torch.nn.functional, len(x)
-        grid = 8 // PATCH
+        grid = 8 // PATCH  # patches along a side of the image
         h = (
             x.reshape(batch, grid, PATCH, grid, PATCH)
             .transpose(2, 3)
@@ -93,6 +97,7 @@ class TorchDigits:
         """Attention and feed-forward layers, modulated by the embedding `e`."""
         functional = self.torch.nn.functional
         parts = self.linear(name + "norm1.linear", e)[:, None].chunk(6, dim=2)
+        # _a is for attention, _f for the feed-forward network.
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = parts
         n = self.norm(h, shift_a, scale_a)
         q, k, v = (

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_transformers import CHROMA, FLUX, KLEIN, LARGE, MEDIUM, Z_IMAGE
+from gpu_transformers import CHROMA, FLUX, KLEIN, SD3_LARGE, SD3_MEDIUM, Z_IMAGE
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -33,10 +33,10 @@ AUTOENCODER: Config = {
     "up_block_types": ["UpDecoderBlock2D"] * LEVELS,
     "sample_size": 1024, "latent_channels": 16, "mid_block_add_attention": True,
 }  # fmt: skip
-PLAIN = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": True}
-OF_SD3 = AUTOENCODER | PLAIN | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
-OF_FLUX = AUTOENCODER | PLAIN | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
-OF_FLUX2 = AUTOENCODER | {
+NO_QUANT_CONVS = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": True}
+VAE_SD3 = AUTOENCODER | NO_QUANT_CONVS | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+VAE_FLUX = AUTOENCODER | NO_QUANT_CONVS | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+VAE_FLUX2 = AUTOENCODER | {
     "_class_name": "AutoencoderKLFlux2", "latent_channels": 32, "batch_norm_eps": 1e-4,
     "patch_size": [2, 2], "use_quant_conv": True, "use_post_quant_conv": True,
 }  # fmt: skip
@@ -96,7 +96,7 @@ QWEN25_VL: Config = {
         "out_hidden_size": 3584,
     },
 }  # fmt: skip
-DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
+DYNAMIC_SHIFT = {"use_dynamic_shifting": True, "shift": 3.0}
 
 Parts = dict[str, tuple[str, Config]]
 """For each folder, the class of its model in `tc.models`, and its configuration."""
@@ -107,6 +107,7 @@ def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, 
     diffusers = {"_class_name": f"{transformer}2DModel"}
     return {
         "transformer": (transformer, config | diffusers),
+        # tc.models.AutoencoderKL is also the class of FLUX.2's autoencoder.
         "vae": (vae["_class_name"].removesuffix("Flux2"), vae),
         **dict(zip(names, encoders, strict=False)),
     }
@@ -114,37 +115,37 @@ def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, 
 
 def _sd3(config: Config) -> Parts:
     clips = [("CLIPTextModel", clip(projects=True)), ("CLIPTextModel", BIG_G)]
-    return _parts("SD3Transformer", config, OF_SD3, *clips, ("T5Encoder", T5))
+    return _parts("SD3Transformer", config, VAE_SD3, *clips, ("T5Encoder", T5))
 
 
 # By model: the class of its pipeline, the configuration of its scheduler, its parts.
 PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
-    "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(MEDIUM)),
-    "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(LARGE)),
+    "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(SD3_MEDIUM)),
+    "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(SD3_LARGE)),
     "flux": (
         "FluxPipeline",
-        DYNAMIC,
-        _parts("FluxTransformer", FLUX, OF_FLUX,
+        DYNAMIC_SHIFT,
+        _parts("FluxTransformer", FLUX, VAE_FLUX,
                ("CLIPTextModel", clip(projects=False)), ("T5Encoder", T5)),
     ),
     "chroma": (
         "ChromaPipeline",
-        DYNAMIC,
-        _parts("ChromaTransformer", CHROMA, OF_FLUX, ("T5Encoder", T5)),
+        DYNAMIC_SHIFT,
+        _parts("ChromaTransformer", CHROMA, VAE_FLUX, ("T5Encoder", T5)),
     ),
     "zimage": (
         "ZImagePipeline",
         {"shift": 3.0},
-        _parts("ZImageTransformer", Z_IMAGE, OF_FLUX, ("CausalLM", QWEN3)),
+        _parts("ZImageTransformer", Z_IMAGE, VAE_FLUX, ("CausalLM", QWEN3)),
     ),
     "flux2": (
         "Flux2KleinPipeline",
-        DYNAMIC,
-        _parts("Flux2Transformer", KLEIN, OF_FLUX2, ("CausalLM", QWEN3)),
+        DYNAMIC_SHIFT,
+        _parts("Flux2Transformer", KLEIN, VAE_FLUX2, ("CausalLM", QWEN3)),
     ),
     "qwen-image": (
         "QwenImagePipeline",
-        DYNAMIC | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
+        DYNAMIC_SHIFT | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
         _parts("QwenImageTransformer", QWEN_IMAGE, QWEN_VAE, ("CausalLM", QWEN25_VL)),
     ),
 }  # fmt: skip
@@ -171,14 +172,14 @@ def write_part(folder: Path, kind: str, config: Config, device: str) -> None:
     """Write a model of the class `kind` of `tc.models`, with weights drawn on the device."""
     path = folder / "config.json"
     _write(path, config)
-    made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
-    made.save_pretrained(folder)
+    model = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
+    model.save_pretrained(folder)
     if kind == "AutoencoderKLQwenImage":
         weights = folder / "diffusion_pytorch_model.safetensors"
         tc.save_file(tc.load_file(weights) | dict(_time_convs()), weights)
     # Write the file again: save_pretrained leaves out fields that only other programs read.
     _write(path, config)
-    del made
+    del model
     if device.startswith("cuda"):
         tc.cuda.empty_cache()
 

@@ -57,11 +57,11 @@ def write_pipeline(folder: Path, device: str = "cpu") -> None:
     shapes = {name: tensor.shape for name, tensor in unet.named_tensors().items()}
     del unet
     weights = "diffusion_pytorch_model.safetensors"
-    tc.save_file(_drawn(shapes, device), folder / "unet" / weights)
-    tc.save_file(_drawn(vae_shapes(), device), folder / "vae" / weights)
+    tc.save_file(_random_weights(shapes, device), folder / "unet" / weights)
+    tc.save_file(_random_weights(vae_shapes(), device), folder / "vae" / weights)
     for part, (width, inner, layers, _, _, projection) in ENCODERS.items():
         shapes = text_shapes(width, inner, layers, projection)
-        tc.save_file(_drawn(shapes, device), folder / part / "model.safetensors")
+        tc.save_file(_random_weights(shapes, device), folder / part / "model.safetensors")
 
 
 def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
@@ -101,18 +101,14 @@ def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def write_pictures(
-    folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ...] = SIZES
-) -> None:
+def write_images(folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
     """Write smooth random PNG images with captions; image n has `sizes[n % len(sizes)]`."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     for number in range(count):
         small = random.integers(0, 255, (12, 12, 3), dtype=np.uint8)
-        picture = Image.fromarray(small).resize(
-            sizes[number % len(sizes)], Image.Resampling.BICUBIC
-        )
-        picture.save(folder / f"{number:02d}.png")
+        image = Image.fromarray(small).resize(sizes[number % len(sizes)], Image.Resampling.BICUBIC)
+        image.save(folder / f"{number:02d}.png")
         (folder / f"{number:02d}.txt").write_text(f"a photo of a sks thing number {number}")
 
 
@@ -124,6 +120,8 @@ def vae_shapes() -> Shapes:
     def coder(
         name: str, ends: tuple[int, int], widths: list[int], resnets: int, scaled: str
     ) -> None:
+        # `ends`: the channels of the input and of the output. `scaled`: the name of the layers that
+        # change the resolution, after every level but the last.
         _conv(shapes, f"{name}.conv_in", widths[0], ends[0], 3)
         before = widths[0]
         kind = "down" if scaled == "downsamplers" else "up"
@@ -144,7 +142,7 @@ def vae_shapes() -> Shapes:
         _conv(shapes, f"{name}.conv_out", ends[1], widths[-1], 3)
 
     widths = list(VAE_WIDTHS)
-    moments = 2 * LATENT_CHANNELS
+    moments = 2 * LATENT_CHANNELS  # mean and log variance of each latent channel
     coder("encoder", (3, moments), widths, VAE_LAYERS, "downsamplers")
     coder("decoder", (LATENT_CHANNELS, 3), widths[::-1], VAE_LAYERS + 1, "upsamplers")
     _conv(shapes, "quant_conv", moments, moments, 1)
@@ -172,12 +170,12 @@ def text_shapes(width: int, inner: int, layers: int, projection: int | None) -> 
     return shapes
 
 
-def _conv(shapes: Shapes, name: str, out: int, inside: int, kernel: int) -> None:
-    shapes |= {f"{name}.weight": (out, inside, kernel, kernel), f"{name}.bias": (out,)}
+def _conv(shapes: Shapes, name: str, out: int, inputs: int, kernel: int) -> None:
+    shapes |= {f"{name}.weight": (out, inputs, kernel, kernel), f"{name}.bias": (out,)}
 
 
-def _linear(shapes: Shapes, name: str, out: int, inside: int) -> None:
-    shapes |= {f"{name}.weight": (out, inside), f"{name}.bias": (out,)}
+def _linear(shapes: Shapes, name: str, out: int, inputs: int) -> None:
+    shapes |= {f"{name}.weight": (out, inputs), f"{name}.bias": (out,)}
 
 
 def _norm(shapes: Shapes, name: str, width: int) -> None:
@@ -193,12 +191,12 @@ def _resnet(shapes: Shapes, name: str, before: int, width: int) -> None:
         _conv(shapes, f"{name}.conv_shortcut", width, before, 1)
 
 
-def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
+def _random_weights(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
     tc.manual_seed(0)
-    return dict(_draws(shapes, device))
+    return dict(_random_tensors(shapes, device))
 
 
-def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
+def _random_tensors(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
     """Normal weights of deviation 0.5 / √(inputs per output). Norms have scale 1, biases 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
@@ -216,4 +214,4 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     write_pipeline(given.folder / "sdxl", given.device)
-    write_pictures(given.folder / "pictures")
+    write_images(given.folder / "pictures")

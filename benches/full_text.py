@@ -80,7 +80,8 @@ def _chats(count: int) -> Iterator[list[dict[str, Any]]]:
 
 def _words(count: int = 4000) -> list[str]:
     random = np.random.default_rng(2)
-    return ["".join(map(chr, random.integers(97, 123, 2 + n % 8))) for n in range(count)]
+    a, z = ord("a"), ord("z")
+    return ["".join(map(chr, random.integers(a, z + 1, 2 + n % 8))) for n in range(count)]
 
 
 if __name__ == "__main__":

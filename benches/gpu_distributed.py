@@ -153,7 +153,7 @@ def train(
     taken = free - (tc.memory.available_bytes() or 0)
     parameters = adapter.named_parameters()
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
-    seen = Times()
+    times = Times()
     trainer = Trainer(
         loss,
         parameters,
@@ -164,18 +164,19 @@ def train(
         steps=steps,
         gradient_accumulation=accumulation,
         max_grad_norm=1.0,
-        callbacks=[seen],
+        callbacks=[times],
         group=group,
         seed=0,
     )
     trainer.train()
     group.barrier()  # Other processes may still read this GPU's slices.
-    pauses = [b - a for a, b in zip(seen.ends, seen.ends[1:], strict=False)][steps // 4 :]
-    values = sum(float(var.detach().to("f64").square().sum()) for var in parameters.values())
+    # The first quarter of the steps warms up and records graphs.
+    seconds = [b - a for a, b in zip(times.ends, times.ends[1:], strict=False)][steps // 4 :]
+    square_sum = sum(float(var.detach().to("f64").square().sum()) for var in parameters.values())
     return {
-        "ms": 1e3 * statistics.median(pauses),
-        "losses": seen.losses,
-        "parameters": values,
+        "ms": 1e3 * statistics.median(seconds),
+        "losses": times.losses,
+        "parameters": square_sum,  # to compare processes
         "peak": tc.cuda.memory_stats(device)["peak_allocated"],
         "loaded": loaded,
         "host": host_bytes(),
@@ -186,7 +187,7 @@ def train(
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
     """By size, milliseconds of a single sum, and of each sum in a series that is queued at once."""
     found = {}
-    in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20
+    in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20  # see `timed`
     for name, count in SIZES.items():
         vector = {"one": tc.Var(tc.zeros((count,), device=device))}
         tail = tc.zeros((3,), dtype="f64", device=device)
@@ -195,7 +196,8 @@ def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
 
 
 def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
-    pauses = []
+    """Milliseconds of a sum, when `count` sums are queued at once."""
+    seconds = []
     # Sums between machines (sockets) take a hundred times as long, so fewer of them are timed.
     for _ in range(3 if "NCCL_HOSTID" in os.environ else 20):
         group.barrier()
@@ -203,8 +205,8 @@ def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) 
         for _ in range(count):
             group.sum_gradients(vector, tail)
         group.wait()
-        pauses.append((time.perf_counter() - started) / count)
-    return 1e3 * statistics.median(pauses)
+        seconds.append((time.perf_counter() - started) / count)
+    return 1e3 * statistics.median(seconds)
 
 
 def child(options: argparse.Namespace) -> None:
@@ -238,8 +240,8 @@ def start(
     def environment(rank: int, folder: Path) -> dict[str, str]:
         if gpus == 1:
             return dict(os.environ)
-        apart = {"NCCL_HOSTID": f"machine-{rank}"} if options.machines else {}
-        return rank_environment(folder, rank, gpus) | apart
+        host_id = {"NCCL_HOSTID": f"machine-{rank}"} if options.machines else {}
+        return rank_environment(folder, rank, gpus) | host_id
 
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
         command = [sys.executable, __file__, "--child", "--model", options.model]
@@ -317,10 +319,10 @@ def main() -> None:
     steps = min(30, options.steps)
     accumulated = start(1, options, steps, options.gpus, with_sums=False)[0]["losses"]
     pairs = zip(accumulated, first["losses"], strict=False)
-    far = max(abs(a - b) / abs(a) for a, b in pairs)
+    difference = max(abs(a - b) / abs(a) for a, b in pairs)
     print(
-        f"losses of {steps} steps: at most {far:.1e} from those of one GPU with {options.gpus} "
-        "batches a step (relative)"
+        f"losses of {steps} steps: at most {difference:.1e} from those of one GPU with "
+        f"{options.gpus} batches a step (relative)"
     )
 
 

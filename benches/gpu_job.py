@@ -234,7 +234,7 @@ def main() -> None:
                 full_size.write_pipeline(work / "sdxl", "cuda")
             else:
                 full_flow.write_pipeline(work / job.model, given.model, "cuda")
-            full_size.write_pictures(work / "pictures")
+            full_size.write_images(work / "pictures")
             print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()

@@ -76,15 +76,16 @@ class Case:
         The backward pass costs as much as the forward pass in frozen layers, and 2.5 times as much
         in attention.
         """
-        c = self.config
-        width, heads = c["hidden_size"], c["num_attention_heads"]
-        keys = width * c["num_key_value_heads"] // heads
-        layer = width * (2 * width + 2 * keys + 3 * c["intermediate_size"])
-        linear = 2 * self.tokens * c["num_hidden_layers"] * layer
-        head = 2 * self.tokens * width * c["vocab_size"]
-        attention = 2 * self.tokens * self.length * width * c["num_hidden_layers"]
-        again = linear + attention if self.checkpointing == "full" else 0
-        return 2 * (linear + head) + 3.5 * attention + again
+        config, layers = self.config, self.config["num_hidden_layers"]
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        key_width = width * config["num_key_value_heads"] // heads
+        weights = width * (2 * width + 2 * key_width + 3 * config["intermediate_size"])
+        linear = 2 * self.tokens * layers * weights
+        head = 2 * self.tokens * width * config["vocab_size"]
+        # Scores and sums of values are two products, of which the causal mask hides half.
+        attention = 2 * self.tokens * self.length * width * layers
+        recomputed = linear + attention if self.checkpointing == "full" else 0
+        return 2 * (linear + head) + 3.5 * attention + recomputed
 
 
 CASES = (

@@ -41,6 +41,7 @@ class Case:
         The forward pass moves x, W and y; the backward pass moves g = dL/dy, W, dx and x.
         """
         m, h, r = self.rows, self.width, self.rank
+        # W in both passes; the factors in two products forward and four backward.
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)
 
@@ -69,6 +70,7 @@ def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]
         return tc.randn(shape, device=device).to(case.dtype)
 
     rows, width, rank = case.rows, case.width, case.rank
+    # alpha is rank / 2, so the scale of the LoRA is 0.5, here and in the other functions.
     layer = tc.nn.LoRALinear(random(width, width) * 0.02, rank, rank / 2)
     for var in layer.get_vars():
         var.set(tc.randn(var.shape, device=device) * 0.02)
@@ -104,8 +106,8 @@ def theirs(torch: Any, case: Case) -> tuple[Callable[[], Any], Callable[[], Any]
         (linear(x, weight) + linear(linear(x, a), b) * 0.5).backward(grad)
 
     def backward() -> Any:
-        back = grad @ up
-        return back.t() @ value * 0.5, grad.t() @ (value @ down.t()) * 0.5
+        down_output_grad = grad @ up
+        return down_output_grad.t() @ value * 0.5, grad.t() @ (value @ down.t()) * 0.5
 
     return step, backward
 

@@ -10,6 +10,7 @@ torch compares times without a graph, because launching a graph takes longer tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,16 +51,15 @@ class Case:
 
     @property
     def moved(self) -> float:
-        moved = BYTES * self.traffic
-        for size in self.shapes[0]:
-            moved *= size
-        return moved
+        """The bytes that must be read and written."""
+        return BYTES * self.traffic * math.prod(self.shapes[0])
 
 
 def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int = 1) -> Case:
     """A convolution of one image (height, width, channels)."""
     height, width, channels = image
     options = {"stride": stride, "padding": kernel // 2}
+    # Of the forward pass; the backward pass, which gives only the input a gradient, needs as many.
     flops = 2 * height * width // stride**2 * channels * out * kernel**2
     what = f"{channels}->{out} {kernel}x{kernel}{' stride 2' if stride == 2 else ''}"
     return Case(
@@ -74,13 +74,14 @@ def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int 
 
 
 def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
-    flops = 4 * heads * tokens * keys * dim
+    flops = 4 * heads * tokens * keys * dim  # of the forward pass; backward needs 2.5 times these
     return Case(
         f"attention {heads} x {tokens} over {keys} x {dim}",
         [(1, heads, tokens, dim), (1, heads, keys, dim), (1, heads, keys, dim)],
         functional.scaled_dot_product_attention,
         lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         flops=3.5 * flops,
+        # q, k, v, the result, and the gradients of all four.
         traffic=4 * (1 + keys / tokens),
         trained=3,
     )
@@ -112,22 +113,25 @@ def packed_attention(heads: int, key_heads: int, segments: int, length: int = 20
         [(rows, heads, dim), (rows, key_heads, dim), (rows, key_heads, dim)],
         ours,
         theirs,
-        # The causal mask hides half of the scores.
+        # As in `attention`, but the causal mask hides half of the scores.
         flops=3.5 * 2 * heads * segments * length**2 * dim,
         traffic=4 * (1 + key_heads / heads),
         trained=3,
     )
 
 
-def geglu(torch: Any, x: Any) -> Any:
+def torch_geglu(torch: Any, x: Any) -> Any:
     hidden, gate = x.chunk(2, dim=-1)
     return hidden * torch.nn.functional.gelu(gate)
 
 
 def norms() -> list[Case]:
-    made = []
+    """Norms and GEGLU, which also reads its input in both passes, in the sizes of SDXL."""
+    # Traffic: the input in both passes, the result, and the gradients of result and input. A result
+    # of GEGLU has half the size of its input.
+    result = []
     for tokens, width in ((4096, 640), (1024, 1280)):
-        made.append(
+        result.append(
             Case(
                 f"layer norm {tokens} x {width}",
                 [(1, tokens, width), (width,), (width,)],
@@ -137,18 +141,18 @@ def norms() -> list[Case]:
                 traffic=5,
             )
         )
-        made.append(
+        result.append(
             Case(
                 f"GEGLU {tokens} x 2 x {4 * width}",
                 [(1, tokens, 8 * width)],
                 functional.geglu,
-                geglu,
+                torch_geglu,
                 flops=0,
                 traffic=4,
             )
         )
     for side, width in ((128, 320), (64, 640), (32, 1280), (32, 2560)):
-        made.append(
+        result.append(
             Case(
                 f"group norm + SiLU {width} at {side}x{side}",
                 [(1, side, side, width), (width,), (width,)],
@@ -161,7 +165,7 @@ def norms() -> list[Case]:
                 images=True,
             )
         )
-    return made
+    return result
 
 
 def layer_norm(width: int, x: Any, w: Any, b: Any) -> Any:

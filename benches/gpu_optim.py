@@ -32,23 +32,25 @@ def adapter_shapes() -> list[tuple[int, int]]:
     """The factors of a LoRA on SDXL's attention."""
     shapes = []
     for width, count in BLOCKS.items():
+        # Queries, keys, values and outputs of self-attention, then of attention to the text, in
+        # which keys and values read the text.
         for inputs in [width] * 6 + [CONTEXT] * 2:
             shapes += [(RANK, inputs), (width, RANK)] * count
     return shapes
 
 
 def our_vars(shapes: list[tuple[int, ...]], device: str) -> list[tc.Var]:
-    made = [tc.Var(tc.randn(shape, device=device) * 0.02) for shape in shapes]
-    for var in made:
+    variables = [tc.Var(tc.randn(shape, device=device) * 0.02) for shape in shapes]
+    for var in variables:
         var.grad = tc.randn(var.shape, device=device) * 1e-3
-    return made
+    return variables
 
 
 def torch_parameters(torch: Any, shapes: list[tuple[int, ...]]) -> list[Any]:
-    made = [torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
-    for parameter in made:
+    parameters = [torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+    for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
-    return made
+    return parameters
 
 
 def eight_bit(machine: Machine) -> None:
@@ -74,7 +76,8 @@ def eight_bit(machine: Machine) -> None:
             del theirs
         del parameters
         gpu_timing.fresh(device)
-    sides["floor"] = machine.floor("f32", 0, LARGE * (4 + 8 + 4))
+    # Bytes of a parameter's gradient (read), of its value and of its states (read and written).
+    sides["floor"] = machine.floor("f32", 0, LARGE * (4 + 2 * 4 + 2 * 2))
     print(f"AdamW8bit, 268 M parameters: {gpu_timing.milliseconds(**sides)}", flush=True)
 
 
@@ -86,12 +89,12 @@ def on_host(machine: Machine) -> None:
         for states in ("device", "host"):
             optimizer = tc.optim.KINDS[kind](our_vars([(LARGE,)], device), lr=1e-4, states=states)
             sides[f"states_on_{states}"] = gpu_timing.timed(optimizer.step, device, machine.seconds)
-            count = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
+            state_bytes = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
             del optimizer
             gpu_timing.fresh(device)
-        rate = 2 * count / (sides["states_on_host"] - sides["states_on_device"]) / 1e9
+        rate = 2 * state_bytes / (sides["states_on_host"] - sides["states_on_device"]) / 1e9
         print(
-            f"{kind}, 268 M parameters, {count / gpu_timing.GIB:.2f} GiB of states: "
+            f"{kind}, 268 M parameters, {state_bytes / gpu_timing.GIB:.2f} GiB of states: "
             f"{gpu_timing.milliseconds(**sides)}; {rate:.0f} GB/s over the bus, both ways together",
             flush=True,
         )
@@ -159,8 +162,8 @@ THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def every(machine: Machine) -> None:
     """One step of each optimizer over the adapter's factors."""
     device, shapes = machine.device, adapter_shapes()
-    for kind, made in tc.optim.KINDS.items():
-        optimizer = made(our_vars([*shapes], device), lr=1e-4)
+    for kind, optimizer_class in tc.optim.KINDS.items():
+        optimizer = optimizer_class(our_vars([*shapes], device), lr=1e-4)
         optimizer.step()
         graph = gpu_timing.captured(optimizer.step, device)
         sides: dict[str, float | None] = {
@@ -177,10 +180,12 @@ def every(machine: Machine) -> None:
 def theirs(machine: Machine, kind: str, shapes: list[tuple[int, int]]) -> float | None:
     module, name, options = THEIRS[kind]
     try:
-        made = getattr(importlib.import_module(module), name)
+        optimizer_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
-    optimizer = made(torch_parameters(machine.torch, [*shapes]), lr=1e-4, **options)
+    parameters = torch_parameters(machine.torch, [*shapes])
+    optimizer = optimizer_class(parameters, lr=1e-4, **options)
+    # Schedule-free optimizers take a step only in training mode.
     if hasattr(optimizer, "train"):
         optimizer.train()
     return gpu_timing.torch_timed(machine.torch, optimizer.step, machine.seconds)

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from trainable_candle.train import StepReport
 
 RANK, TOKENS, MIB = 16, 77, 2**20
-STEPS, EVERY = 40, 10
+STEPS, SAVE_EVERY = 40, 10
 
 
-def plain(contents: dict[str, bytes], folder: Path) -> None:
+def write_plain(contents: dict[str, bytes], folder: Path) -> None:
     """Write files and sync them and their folder."""
     folder.mkdir(exist_ok=True)
     for name, content in contents.items():
@@ -61,16 +61,16 @@ def compare(
     copies, writes, plains = [], [], []
     size = 0
     for number in range(rounds + 1):
-        held: list[Any] = []
-        copied = timed(lambda held=held: held.append(copy()))
-        written = timed(lambda held=held: held.append(write(held[0])))
-        path = held[1]
+        results: list[Any] = []  # the copy, then the path to which it was written
+        copied = timed(lambda results=results: results.append(copy()))
+        written = timed(lambda results=results: results.append(write(results[0])))
+        path = results[1]
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         contents = {file.name: file.read_bytes() for file in files}
         size = sum(map(len, contents.values()))
         # Removing files takes time too, so it is outside both measurements.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        alone = timed(lambda contents=contents: plain(contents, folder / "plain"))
+        alone = timed(lambda contents=contents: write_plain(contents, folder / "plain"))
         shutil.rmtree(folder / "plain")
         # The first round allocates pinned memory and loads kernels, so the medians leave it out.
         if number == 0:
@@ -98,14 +98,14 @@ class Clock(Callback):
         self.times.append(time.perf_counter())
 
 
-class Same:
+class Indices:
     """A source without data: a batch is its index. The loss gets the same inputs in every step."""
 
     def batch(self, index: int) -> int:
         return index
 
 
-def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
+def make_trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     """A training run, its adapter, and its clock. On a GPU the base has random weights."""
     on_gpu = device != "cpu"
     if on_gpu:
@@ -137,20 +137,20 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
         return tc.nn.functional.mse_loss(found.to("f32"), given["target"])
 
     clock = Clock()
-    made: Trainer[int] = Trainer(
+    trainer: Trainer[int] = Trainer(
         loss,
         parameters,
         optimizer,
-        Same(),
+        Indices(),
         inputs=lambda _: values,
         cuda_graphs=2,
         steps=STEPS,
         output=folder / "run",
-        save_every=EVERY,
+        save_every=SAVE_EVERY,
         keep_checkpoints=1,
         callbacks=[clock],
     )
-    return made, adapter, clock
+    return trainer, adapter, clock
 
 
 def main() -> None:
@@ -161,13 +161,13 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        run, adapter, clock = trainer(options.device, folder)
+        run, adapter, clock = make_trainer(options.device, folder)
         run.train()
         gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-        # gaps[n - 1] is the time from the end of step n to the end of the next. The first EVERY
-        # steps are left out, because some of them record graphs.
-        saving = gaps[EVERY - 1 :: EVERY]
-        others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
+        # gaps[n - 1] is the time from the end of step n to the end of the next. The first
+        # SAVE_EVERY steps are left out, because some of them record graphs.
+        saving = gaps[SAVE_EVERY - 1 :: SAVE_EVERY]
+        others = [gap for n, gap in enumerate(gaps) if n >= SAVE_EVERY and (n + 1) % SAVE_EVERY]
         step = statistics.median(others)
         print(
             f"training: a step {1e3 * step:.1f} ms; a step after a checkpoint "

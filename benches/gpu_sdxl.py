@@ -160,12 +160,12 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
         gpu_timing.traced(machine.torch, graph, device)
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     tc.cuda.empty_cache(device)
-    held = tc.cuda.memory_stats(device)["reserved"]
+    reserved = tc.cuda.memory_stats(device)["reserved"]
     floor = machine.floor("bf16", case.flops, 0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
         f"{case.title}{gpu_timing.on(machine)}: {times}; "
-        f"peak {peak / GIB:.2f} GiB, as a graph {held / GIB:.2f}; "
+        f"peak {peak / GIB:.2f} GiB, as a graph {reserved / GIB:.2f}; "
         f"{launches.launches} launches, kernels {launches.milliseconds:.1f} ms; "
         f"first step {first:.1f} s",
         flush=True,
@@ -193,17 +193,17 @@ def run_long(case: Case, device: str, steps: int) -> None:
     gpu_timing.fresh(device)
     graph = gpu_timing.captured(ours(case, device), device)
     tenth = max(1, steps // 10)
-    times, held = [], []
+    times, memory = [], []
     for _ in range(tenth + steps):
         started = time.perf_counter()
         graph()
         tc.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
         stats = tc.cuda.memory_stats(device)
-        held.append((stats["allocated"], stats["reserved"]))
+        memory.append((stats["allocated"], stats["reserved"]))
     # The `tenth` steps before `first` record the graph and warm up.
     first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
-    change = [end - begin for begin, end in zip(held[tenth], held[-1], strict=True)]
+    change = [end - begin for begin, end in zip(memory[tenth], memory[-1], strict=True)]
     tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)
     print(
         f"{case.title}, {steps} steps: {tenths}; "

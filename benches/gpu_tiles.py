@@ -180,6 +180,7 @@ class Product:
         """Return the algorithms that cuBLASLt recommends, its first recommendation first."""
         preference = self.lt.make("cublasLtMatmulPreferenceCreate")
         options = [(MOST_WORKSPACE, c_uint64(WORKSPACE)), (REDUCTION, c_uint32(IN_COMPUTE_TYPE))]
+        # torch aligns tensors to 256 bytes or more.
         options += [(which, c_uint32(256)) for which in ALIGNMENTS]
         for which, value in options:
             size = c_size_t(ctypes.sizeof(value))

@@ -35,17 +35,17 @@ LATENT = 128
 ATTENTION_LAYERS = [
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 ]  # fmt: skip
-# FLUX.2's single-stream blocks have fused layers.
+# FLUX.2's single-stream blocks, of which klein 4B has 20, have fused layers.
 FUSED_LAYERS = [
     "to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(20))
 ]  # fmt: skip
-MEDIUM = {
+SD3_MEDIUM = {
     "sample_size": 128, "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64,
     "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "pos_embed_max_size": 384,
     "caption_projection_dim": 1536, "dual_attention_layers": list(range(13)),
     "qk_norm": "rms_norm", "patch_size": 2, "in_channels": 16, "out_channels": 16,
 }  # fmt: skip
-LARGE = MEDIUM | {
+SD3_LARGE = SD3_MEDIUM | {
     "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
     "pos_embed_max_size": 192, "dual_attention_layers": [],
 }  # fmt: skip
@@ -129,8 +129,8 @@ class Case:
 
 def cases() -> list[Case]:
     models: list[tuple[str, dict[str, Any], int, tuple[float, float]]] = [
-        ("sd3.5-medium", MEDIUM, 333, (7.0e12, 4.2e12)),
-        ("sd3.5-large", LARGE, 333, (23.9e12, 7.3e12)),
+        ("sd3.5-medium", SD3_MEDIUM, 333, (7.0e12, 4.2e12)),
+        ("sd3.5-large", SD3_LARGE, 333, (23.9e12, 7.3e12)),
         ("flux-dev", FLUX, 512, (59.5e12, 14.9e12)),
         ("chroma", CHROMA, 128, (54.7e12, 12.5e12)),
         ("flux2-klein-4b", KLEIN, 512, (28.3e12, 6.5e12)),
@@ -138,7 +138,7 @@ def cases() -> list[Case]:
     ]
     result = []
     for name, config, tokens, flops in models:
-        if config is not LARGE:
+        if config is not SD3_LARGE:
             result.append(Case(name, config, tokens, flops, "no", "adamw"))
         if config is FLUX or config is KLEIN:
             result.append(Case(name, config, tokens, flops, "selective", "adamw"))

@@ -47,7 +47,7 @@ def prepare(model: str, folder: Path) -> list[str]:
         full_size.write_pipeline(weights, "cuda")
     else:
         full_flow.write_pipeline(weights, model, "cuda")
-    full_size.write_pictures(data, IMAGES, sizes=((1024, 1024),))
+    full_size.write_images(data, IMAGES, sizes=((1024, 1024),))
     family = model.removesuffix("-large")
     return ["--model", family, "--dataset", str(data), "--weights", str(weights)]
 

@@ -128,6 +128,7 @@ def their_step(torch: Any, ids: np.ndarray) -> Callable[[], object]:
 def main() -> None:
     options = timing.arguments(__doc__)
     torch = timing.find_torch()
+    # Tokens of bytes; the ids from 256 on are special tokens.
     ids = np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH))
     sides: dict[str, Callable[[], object]] = {"ours": our_step(ids)}
     if torch:

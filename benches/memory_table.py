@@ -60,6 +60,7 @@ def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Bud
     weights = write_model(folder / model, model)
     for gib, gpu in CARDS:
         config = _config(family_class, folder)
+        # The margin is that of every run on a GPU.
         budget = Budget(gib * GIB - CONTEXT_BYTES, HOST, GPUS[gpu], margin=0.05)
         family = family_class(weights, "bf16", "cuda", config)
         if family_name == "causal-lm":

@@ -187,7 +187,7 @@ def cases() -> list[Case]:
             "GEGLU, 1024 rows of 2 x 2560",
             [(1024, 5120)],
             functional.geglu,
-            geglu,
+            torch_geglu,
         ),
         Case(
             "nearest up-sampling of 1x320x32x32, doubled",
@@ -199,7 +199,7 @@ def cases() -> list[Case]:
     ]
 
 
-def geglu(torch: Any, x: Any) -> Any:
+def torch_geglu(torch: Any, x: Any) -> Any:
     h, gate = x.chunk(2, dim=-1)
     return h * torch.nn.functional.gelu(gate)
 

@@ -113,9 +113,9 @@ class Job:
         self.phase(f"{given.steps} steps and a save", trainer.train)
         later = sorted(clock.seconds[len(clock.seconds) // 2 :])
         median = later[len(later) // 2]
-        tokens = given.rows * given.length / median / 1e3
+        speed = given.rows * given.length / median / 1e3
         print(f"    first step {clock.seconds[0]:.2f} s, median of the second half "
-              f"{median * 1e3:.1f} ms, {tokens:.1f} k tokens/s")  # fmt: skip
+              f"{median * 1e3:.1f} ms, {speed:.1f} k tokens/s")  # fmt: skip
         self.phase(f"loss of {len(held_out)} held-out rows", trainer.evaluate)
         resumed = self.trainer(model, train, held_out, given.steps + 20, [])
         resume = lambda: resumed.train(resume_from_checkpoint=True)  # noqa: E731
