@@ -71,6 +71,7 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     let headers = files("include", "cuh")?.iter().filter_map(|path| modified(path)).max();
     let sources = files("kernels", "cu")?;
     let script = env::current_exe().ok().and_then(|program| modified(&program));
+    // A generated file is out of date if it does not exist, or if something that it depends on is newer.
     let unread = sources.iter().filter(|source| {
         let read = modified(&generated(out, source, "signatures"));
         [modified(source), headers, script].iter().any(|change| read.is_none() || read < *change)
@@ -80,11 +81,11 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     // If the targets have changed, every kernel file is compiled again.
     let record = out.join("targets");
     let wanted = targets.join(" ");
-    let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
+    let targets_are_same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
     let stale = sources.iter().filter(|source| {
         let compiled = modified(&generated(out, source, "fatbin"));
         let changes = [modified(source), headers, modified(&generated(out, source, "cu"))];
-        !same || changes.iter().any(|change| compiled.is_none() || compiled < *change)
+        !targets_are_same || changes.iter().any(|change| compiled.is_none() || compiled < *change)
     });
     in_parallel(stale, |source| compile(&nvcc, source, &targets, out))?;
     fs::write(record, wanted)

@@ -248,6 +248,7 @@ mod tests {
     #[test]
     fn the_layouts_of_the_structures_in_a_file_are_asserted() {
         let code = unit("file", &["Strides", "Strided"]);
+        // `Strides` has three u64. `Strided<4>` has a u64, two u32, and 8 sizes and 4 x 8 strides of type u64.
         for part in [
             "#include \"kernels/file.cu\"",
             "static_assert(sizeof(Strides) == 24 && alignof(Strides) == 8,",

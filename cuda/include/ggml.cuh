@@ -25,13 +25,13 @@ constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
                            : TYPE == Q5_K ? 176
                                           : 210;
 // Whether blocks store minimums, which are added to (in Q4_K and Q5_K, subtracted from) the products of codes and scales.
-template <Type TYPE> constexpr bool HAS_LEAST = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
+template <Type TYPE> constexpr bool HAS_MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 
-// Eight codes, one in each byte: signed in Q8_0, otherwise unsigned. The value of a code is (code - zero) * scale + least.
+// Eight codes, one in each byte: signed in Q8_0, otherwise unsigned. The value of a code is (code - zero) * scale + minimum.
 struct Codes {
     uint2 bytes;
     int zero;
-    float scale, least;
+    float scale, minimum;
 };
 
 // Loads of 2, 4 and 8 bytes from an address that is a multiple of two.
@@ -75,12 +75,12 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
     if constexpr (TYPE == Q8_0) return {eight(block + 2 + at), 0, scale(block), 0.0f};
     else if constexpr (!IS_K<TYPE>) {
         constexpr bool HAS_FIFTH = TYPE == Q5_0 || TYPE == Q5_1;
-        constexpr uint32_t HEAD = HAS_LEAST<TYPE> ? 4 : 2, START = HEAD + (HAS_FIFTH ? 4 : 0);
+        constexpr uint32_t HEAD = HAS_MINIMUM<TYPE> ? 4 : 2, START = HEAD + (HAS_FIFTH ? 4 : 0);
         // The lower halves of 16 bytes belong to the elements 0 to 15, the upper halves to the elements 16 to 31.
         uint2 codes = nibbles(eight(block + START + at % 16), at / 16 * 4);
         if constexpr (HAS_FIFTH) codes = both(codes, fifth(word(block + HEAD) >> at & 0xff));
-        const float least = HAS_LEAST<TYPE> ? scale(block + 2) : 0.0f;
-        return {codes, HAS_LEAST<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), least};
+        const float minimum = HAS_MINIMUM<TYPE> ? scale(block + 2) : 0.0f;
+        return {codes, HAS_MINIMUM<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), minimum};
     } else if constexpr (TYPE == Q6_K) {
         // Codes have six bits. A half of the block (128 elements) has 64 bytes for the low four bits of its codes, and 32 bytes for the
         // high two bits. Quarter r of the half (32 elements) has its low bits in nibble r / 2 of the 32 bytes from byte 32 (r % 2) on, and
@@ -112,7 +112,7 @@ template <Type TYPE> __device__ __forceinline__ float value(const Codes &codes, 
     const uint32_t byte = (i < 4 ? codes.bytes.x : codes.bytes.y) >> (8 * (i % 4)) & 0xff;
     const int number = TYPE == Q8_0 ? static_cast<int8_t>(byte) : static_cast<int>(byte) - codes.zero;
     const float product = __fmul_rn(codes.scale, static_cast<float>(number));
-    return HAS_LEAST<TYPE> ? __fadd_rn(product, codes.least) : product;
+    return HAS_MINIMUM<TYPE> ? __fadd_rn(product, codes.minimum) : product;
 }
 
 } // namespace ggml

@@ -34,6 +34,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     d_o = do_strides.matrix(d_o, task.batch, task.head) + first * do_strides.row;
     dq = dq_strides.matrix(dq, task.batch, task.head) + first * dq_strides.row;
 
+    // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so weights of these keys need the mask.
@@ -50,7 +51,9 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     end_copies();
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
-    const int mine = rows - warp * 16 * M;
+    // The number of the warp's queries that exist; 0 or less if none does.
+    const int warp_rows = rows - warp * 16 * M;
+    // The first key that each of the thread's queries sees.
     uint32_t lowest[M][2];
     first_keys(lowest, visible, first + warp * 16 * M + lane / 4);
     const uint64_t start = uint64_t(task.index) * shape.queries + first + warp * 16 * M;
@@ -60,8 +63,8 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = m * 16 + r * 8 + lane / 4;
-            log_sum[m][r] = row < mine ? log_sums[start + row] * LOG2_E : 0.0f;
-            row_delta[m][r] = row < mine ? delta[start + row] : 0.0f;
+            log_sum[m][r] = row < warp_rows ? log_sums[start + row] * LOG2_E : 0.0f;
+            row_delta[m][r] = row < warp_rows ? delta[start + row] : 0.0f;
         }
     wait_for_copies();
     Rows<D, M, QUERIES> queries(query_tile);
@@ -95,8 +98,8 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         if (hides) {
                             const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
                             const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
-                            const uint32_t own = key + n * 8 + lane % 4 * 2 + i % 2;
-                            if (own >= limit || (VisibleKeys::HAS_SPANS && own < lowest[m][i / 2])) p[m][n][i] = 0.0f;
+                            const uint32_t element_key = key + n * 8 + lane % 4 * 2 + i % 2;
+                            if (element_key >= limit || (VisibleKeys::HAS_SPANS && element_key < lowest[m][i / 2])) p[m][n][i] = 0.0f;
                         }
                     }
             wait_for_products<0>();
@@ -121,7 +124,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
         for (int d = 0; d < D / 8; d++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sum[m][d][i] *= scale;
-    write_rows<T, D, M, QUERIES>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, mine, shape.width, sum,
+    write_rows<T, D, M, QUERIES>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, warp_rows, shape.width, sum,
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
@@ -166,6 +169,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     constexpr int STAGE = tile_bytes<D>(2 * QUERIES), NUMBERS = 2 * QUERIES * sizeof(float);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t key_tile = shared_address(shared), value_tile = key_tile + tile_bytes<D>(KEYS);
+    // `numbers` has, for each of the two stages, the log-sums and then the deltas of its queries.
     const uint32_t stages = value_tile + tile_bytes<D>(KEYS), numbers = stages + 2 * STAGE;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
@@ -227,6 +231,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     Rows<D, M, KEYS> values(value_tile);
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
+    // The end (exclusive) of the queries that see each of the thread's keys.
     uint32_t ends[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -239,6 +244,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         if (step + 1 < steps) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
+        const float *deltas = log_sum + QUERIES;
         keys.begin_iteration(), values.begin_iteration();
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
@@ -256,16 +262,16 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
                 shape.is_causal && (query < first + (warp + 1) * 16 * M || (VisibleKeys::HAS_SPANS && query + STEP > ceiling));
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
-                const float2 base = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
+                const float2 log_sum_pair = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? base.y : base.x) * -LOG2_E));
+                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? log_sum_pair.y : log_sum_pair.x) * -LOG2_E));
                         if (hides) {
-                            const uint32_t own = query + n * 8 + lane % 4 * 2 + i % 2;
-                            const uint32_t diagonal = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
-                            if (own < diagonal || (VisibleKeys::HAS_SPANS && own >= ends[m][i / 2]))
+                            const uint32_t element_query = query + n * 8 + lane % 4 * 2 + i % 2;
+                            const uint32_t element_key = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
+                            if (element_query < element_key || (VisibleKeys::HAS_SPANS && element_query >= ends[m][i / 2]))
                                 p[m][n][i] = 0.0f;
                         }
                     }
@@ -278,11 +284,11 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             products_are_ready(ds);
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
-                const float2 less = *reinterpret_cast<const float2 *>(log_sum + QUERIES + offset + n * 8 + lane % 4 * 2);
+                const float2 delta_pair = *reinterpret_cast<const float2 *>(deltas + offset + n * 8 + lane % 4 * 2);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (i % 2 ? less.y : less.x));
+                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (i % 2 ? delta_pair.y : delta_pair.x));
             }
             const Weights<T, M, STEP> grads(ds);
             begin_products();
@@ -301,14 +307,15 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         for (int d = 0; d < D / 8; d++)
 #pragma unroll
             for (int i = 0; i < 4; i++) key_sum[m][d][i] *= scale;
-    const uint32_t mine = first + warp * 16 * M;
-    const int left = rows - warp * 16 * M;
+    const uint32_t warp_first = first + warp * 16 * M;
+    const int warp_rows = rows - warp * 16 * M;
     unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
     const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / visible.group());
     // The compiler must divide again here instead of keeping the quotients in registers, of which the loop has none to spare.
     asm volatile("" : "+r"(block));
     const auto write = [&](T *grad, const Strides &strides, float *parts, const float(&sum)[M][D / 8][4]) {
-        write_key_rows<T, D, M, KEYS>(grad, strides, parts, task_of(block), part_of(block), mine, left, sum, own_rows, key_heads, shape);
+        write_key_rows<T, D, M, KEYS>(grad, strides, parts, task_of(block), part_of(block), warp_first, warp_rows, sum, own_rows, key_heads,
+                                      shape);
     };
     if (dk != nullptr) write(dk, dk_strides, dk_parts, key_sum);
     __syncwarp();

@@ -19,6 +19,6 @@ template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROU
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
 // The gradient of queries for widths up to 64: the number of keys that a block works on at a time.
 constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
-// The backward pass for widths up to 64: the number of blocks that a multiprocessor must have room for. If `IS_SMALL`, the shared
-// memory of a multiprocessor suffices for two.
-constexpr int BACKWARD_BLOCKS_64 = IS_SMALL ? 2 : 3;
+// The backward pass for widths up to 64: the number of blocks that a multiprocessor must have room for. If `HAS_SMALL_SHARED_MEMORY`, the
+// shared memory of a multiprocessor suffices for two.
+constexpr int BACKWARD_BLOCKS_64 = HAS_SMALL_SHARED_MEMORY ? 2 : 3;

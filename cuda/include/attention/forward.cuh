@@ -127,6 +127,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     v = v_strides.matrix(v, task.batch, task.head / visible.group());
     o = o_strides.matrix(o, task.batch, task.head) + first * o_strides.row;
 
+    // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so scores of these keys need `hide`.
@@ -211,7 +212,8 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
         add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
     }
 
-    const int mine = rows - warp * 16 * M;
+    // The number of the warp's queries that exist; 0 or less if none does.
+    const int warp_rows = rows - warp * 16 * M;
     log_sums += uint64_t(task.index) * shape.queries + first + warp * 16 * M;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -221,12 +223,12 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             sum += __shfl_xor_sync(ALL_LANES, sum, 1);
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const int row = m * 16 + r * 8 + lane / 4;
-            if (lane % 4 == 0 && row < mine) log_sums[row] = softmax.base[m][r] * LN_2 + logf(sum);
+            if (lane % 4 == 0 && row < warp_rows) log_sums[row] = softmax.base[m][r] * LN_2 + logf(sum);
             // If no key is visible, the result is zero, not zero divided by zero.
             const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;
         }
-    write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, mine, shape.width, result,
+    write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, warp_rows, shape.width, result,
                         shared + warp * 16 * M * ROW_BYTES);
 }

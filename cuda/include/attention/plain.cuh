@@ -171,9 +171,9 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     }
     __syncthreads();
     for (int i = 0; i < 2; i++) {
-        const R weight = total[y + i * PLAIN_SIDE];
+        const R row_total = total[y + i * PLAIN_SIDE];
         // If the query sees no key, its result is zero, not zero divided by zero.
-        for (int c = 0; c < 4; c++) sum[i][c] = weight == R(0) ? R(0) : sum[i][c] / weight;
+        for (int c = 0; c < 4; c++) sum[i][c] = row_total == R(0) ? R(0) : sum[i][c] / row_total;
     }
     write_panel(o, o_strides, task, first, shape.queries, column, shape.value_width, sum);
     if (blockIdx.y == 0 && threadIdx.x < PLAIN_TILE && first + threadIdx.x < shape.queries)
@@ -216,7 +216,8 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     for (uint32_t head = heads_begin; head < heads_end; head++) {
         const MatrixRows<T> queries(q, q_strides, task.batch, head, shape.queries, shape.width);
         const MatrixRows<T> grads(d_o, do_strides, task.batch, head, shape.queries, shape.value_width);
-        const uint64_t numbers = (uint64_t(task.batch) * shape.heads + head) * shape.queries;
+        // The index in `log_sums` and `delta` of the head's first query.
+        const uint64_t head_start = (uint64_t(task.batch) * shape.heads + head) * shape.queries;
         for (uint32_t other = begin; other < end; other += PLAIN_TILE) {
             const uint32_t query = QUERIES ? first : other, key = QUERIES ? other : first;
             R scores[2][2], products[2][2];
@@ -225,13 +226,13 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
             for (int i = 0; i < 2; i++) {
                 const uint32_t row = query + y + i * PLAIN_SIDE;
                 const bool exists = row < shape.queries;
-                const R log_sum = exists ? log_sums[numbers + row] : R(0), less = exists ? delta[numbers + row] : R(0);
+                const R log_sum = exists ? log_sums[head_start + row] : R(0), row_delta = exists ? delta[head_start + row] : R(0);
                 // If the query sees no key, its scores and `log_sum` are negative infinity; their difference would be NaN.
                 const R shift = log_sum == -R(INFINITY) ? R(0) : log_sum;
                 for (int j = 0; j < 2; j++) {
                     // The softmax weight. For the gradients of q and k it becomes the gradient of the unscaled product of q and k.
                     R weight = exponential(scores[i][j] - shift);
-                    if (OF != GradientOf::value) weight *= (products[i][j] - less) * static_cast<R>(shape.scale);
+                    if (OF != GradientOf::value) weight *= (products[i][j] - row_delta) * static_cast<R>(shape.scale);
                     weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = weight;
                 }
             }

@@ -4,8 +4,8 @@
 #include "../element.cuh"
 
 // The sizes of an attention call: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
-// result and its gradient (batch, heads, queries, value_width). With `Spans`, k and v have only
-// heads / `heads_a_key` heads. If `is_causal` is not 0, query i sees no key after key i. Passed by value.
+// result and its gradient (batch, heads, queries, value_width). With `Spans`, k and v have only heads / `heads_a_key` heads. If
+// `is_causal` is not 0, query i sees no key after key i. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
     // dk and dv are sums over queries. The tensor-core kernels compute them in this number of parts. Each part is a sum over some of the
