@@ -226,11 +226,17 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
         return text
 
     class RandomCoder(KLCoder):
-        model, _form = vae, (vae.downscale, vae.scaling_factor, 0.0)
+        model = vae
 
     class RandomSDXL(SDXL):
         model, schedule = unet, tc.train.NoiseSchedule()
-        coder = RandomCoder(Path(), 4, device, lambda _: {})
+        coder = RandomCoder(
+            {},  # no files: `model` is made already
+            {"latent_channels": 4, "scaling_factor": vae.scaling_factor},
+            vae.downscale,
+            device,
+            dict,
+        )
 
     def run(count: int = 1) -> None:
         family = RandomSDXL(Path(), "bf16", device)
