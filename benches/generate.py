@@ -53,7 +53,8 @@ def seconds_of_a_token(model: tc.models.CausalLM, rounds: int) -> float:
         now = time.perf_counter()
         times.append(now - last)
         last = now
-    return statistics.median(times[4:])  # the first includes the prompt, the next three warm up
+    # The first time has no start, since no token came before it; the next three warm up.
+    return statistics.median(times[4:])
 
 
 def main() -> None:
