@@ -147,7 +147,7 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
 pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     collect_grads(vars)?;
     // This marks every gradient as present.
-    vars.iter().for_each(|var| var.leaf().is_present());
+    vars.iter().for_each(|var| var.leaf().mark_present());
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }
 
@@ -165,7 +165,7 @@ pub fn zero_grads(vars: &[Var]) -> Result<()> {
 
 /// Mark the gradients of `vars` as cleared. The caller must have zeroed their parts of flat buffers.
 pub fn forget_grads(vars: &[Var]) {
-    vars.iter().for_each(|var| var.leaf().is_cleared());
+    vars.iter().for_each(|var| var.leaf().mark_cleared());
 }
 
 /// Give the variables whose gradients are in no buffer yet parts of common vectors, one vector per dtype and device,

@@ -106,7 +106,7 @@ impl Tensor {
     #[must_use]
     pub fn recomputed(self) -> Self {
         if let Some(node) = &self.node {
-            node.remake();
+            node.set_recomputed();
         }
         self
     }

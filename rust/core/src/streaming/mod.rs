@@ -122,7 +122,7 @@ impl Streamed {
     /// [`Error::Argument`] if the ring entered another unit last, or does not exist yet.
     pub(crate) fn here(&self) -> Result<Weight> {
         match &*self.state() {
-            State::Placed { ring, unit, view } if ring.has(*unit) => Ok(view.clone()),
+            State::Placed { ring, unit, view } if ring.is_current(*unit) => Ok(view.clone()),
             State::Placed { .. } => Err(Error::argument(
                 OP,
                 "a streamed weight is used outside of the run of its block; call the model, not a block of it, and from one thread \

@@ -65,28 +65,29 @@ impl Ring {
     /// [`Error::Argument`] if another process has other weights or has failed.
     pub fn new(device: &Device, units: &[Unit], sharing: Option<&Sharing>) -> Result<Arc<Self>> {
         let gathered: Vec<Vec<Streamed>> = units.iter().map(Unit::weights).collect();
-        let mut sizes: [Vec<(DType, usize)>; SLOTS] = Default::default();
-        let mut described = Vec::with_capacity(units.len());
+        // For each slot and each dtype, the number of elements of the largest unit of the slot.
+        let mut slot_sizes: [Vec<(DType, usize)>; SLOTS] = Default::default();
+        let mut descriptions = Vec::with_capacity(units.len());
         for (index, (weights, unit)) in gathered.iter().zip(units).enumerate() {
-            let (packing, sizes) = (unit.packing(weights)?, &mut sizes[index % SLOTS]);
-            described.push(description(&packing, unit));
+            let (packing, sizes) = (unit.packing(weights)?, &mut slot_sizes[index % SLOTS]);
+            descriptions.push(description(&packing, unit));
             for dtype in packing.dtypes() {
                 let count = packing.count(dtype);
                 match sizes.iter_mut().find(|(known, _)| *known == dtype) {
-                    Some((_, most)) => *most = count.max(*most),
+                    Some((_, largest)) => *largest = count.max(*largest),
                     None => sizes.push((dtype, count)),
                 }
             }
         }
-        let slot = |sizes: &Vec<(DType, usize)>| {
+        let allocate = |sizes: &Vec<(DType, usize)>| {
             sizes.iter().map(|&(dtype, count)| compute::zeros(&[count], dtype, device)).collect::<Result<Vec<_>>>()
         };
-        let slots = [slot(&sizes[0])?, slot(&sizes[1])?];
+        let slots = [allocate(&slot_sizes[0])?, allocate(&slot_sizes[1])?];
         let copier = if device.is_cpu() { None } else { Some(Copier::new(device, SLOTS)?) };
         let empty = units.iter().map(|_| OnceLock::new()).collect();
         let ring = Arc::new(Self { units: empty, slots, copier, state: Mutex::default() });
         if let Some(sharing) = sharing {
-            sharing.agree(&described)?;
+            sharing.agree(&descriptions)?;
             match sharing.origin() {
                 Origin::Host => ring.share(units, gathered, sharing)?,
                 Origin::Peers => ring.slice(units, gathered, sharing, device)?,
@@ -94,14 +95,15 @@ impl Ring {
             return Ok(ring);
         }
         // `place` frees the original weights of a unit before the next unit is moved.
-        let mut all = Vec::with_capacity(units.len());
+        let mut held_units = Vec::with_capacity(units.len());
         for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
             let packing = unit.packing(&weights)?;
-            let held = ring.hold(&packing, &mut all)?;
-            all.push(held);
+            let held = ring.hold(&packing, &mut held_units)?;
+            held_units.push(held);
             ring.place(index, &weights, &packing)?;
         }
-        for (unit, held) in ring.units.iter().zip(all) {
+        for (unit, held) in ring.units.iter().zip(held_units) {
+            // `set` succeeds: each unit is set only once, here or in `share` or `slice`.
             drop(unit.set(Arc::new(held)));
         }
         Ok(ring)
@@ -111,10 +113,11 @@ impl Ring {
     /// there is no pinned memory for this unit, this unit and all later units get pageable memory, and the last three
     /// tenths of the units in `held` move to pageable memory too.
     fn hold(&self, packing: &Packing, held: &mut [Held]) -> Result<Held> {
-        let found = Held::new(packing, self.copier.as_ref());
-        let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&found, &self.copier) else { return found };
+        let outcome = Held::new(packing, self.copier.as_ref());
+        let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&outcome, &self.copier) else { return outcome };
         if copier.is_staging() {
-            return found;
+            // The copier allocates pageable memory already.
+            return outcome;
         }
         // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of
         // batches.
@@ -127,6 +130,7 @@ impl Ring {
     /// Keep all units in host memory that the processes of the machine share. One process copies its weights to this
     /// memory; the others use these copies.
     fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
+        // For each unit and each dtype, the unit's range of bytes in the shared memory.
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
         let mut end = 0;
         for (weights, unit) in gathered.iter().zip(units) {
@@ -152,7 +156,7 @@ impl Ring {
             }
             Ok(())
         };
-        let used = |pages: Pages| {
+        let attach = |pages: Pages| {
             let bytes: Box<dyn Fn(Range<usize>) -> Bytes> = if let Some(copier) = &self.copier {
                 let registered = copier.register(pages)?;
                 Box::new(move |range| Bytes::HostMemory(copier.part(&registered, range)))
@@ -166,7 +170,7 @@ impl Ring {
             }
             Ok(())
         };
-        sharing.pages(end, fill, used)
+        sharing.pages(end, fill, attach)
     }
 
     /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has
@@ -178,6 +182,7 @@ impl Ring {
         sharing: &Sharing,
         device: &Device,
     ) -> Result<()> {
+        // For each unit and each dtype, the place of the unit's bytes in the shards.
         let mut places: Vec<Vec<(DType, Place)>> = Vec::with_capacity(units.len());
         let mut end = 0;
         for (weights, unit) in gathered.iter().zip(units) {
@@ -192,7 +197,8 @@ impl Ring {
         let fill = |shards: &mut Shards| {
             for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
                 let packing = unit.packing(&weights)?;
-                for (dtype, place) in places[index].iter().filter(|_| sharing.keeps(unit.number())) {
+                let has_values = sharing.keeps(unit.number());
+                for (dtype, place) in places[index].iter().filter(|_| has_values) {
                     for (offset, raw) in packing.parts(*dtype) {
                         let start = offset * dtype.size_in_bytes();
                         with_bytes(raw, |bytes| shards.write(*place, start, bytes))??;
@@ -235,7 +241,7 @@ impl Ring {
     /// # Errors
     /// [`Error::Argument`] if the model is not complete yet, [`Error::Device`] if the driver reports an error.
     pub fn enter(&self, unit: usize) -> Result<()> {
-        self.go(unit, if checkpoint::is_recomputing() { Direction::Down } else { Direction::Up })
+        self.enter_in_direction(unit, if checkpoint::is_recomputing() { Direction::Down } else { Direction::Up })
     }
 
     /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass
@@ -249,7 +255,7 @@ impl Ring {
     }
 
     /// [`enter`](Self::enter) with a given direction.
-    fn go(&self, unit: usize, direction: Direction) -> Result<()> {
+    fn enter_in_direction(&self, unit: usize, direction: Direction) -> Result<()> {
         let mut state = self.state();
         if state.current == Some(unit) {
             return Ok(());
@@ -293,7 +299,7 @@ impl Ring {
     }
 
     /// Whether `unit` was entered last, so that its weights can be used.
-    pub(super) fn has(&self, unit: usize) -> bool {
+    pub(super) fn is_current(&self, unit: usize) -> bool {
         self.state().current == Some(unit)
     }
 
@@ -312,7 +318,8 @@ impl Ring {
         self.slots.iter().flatten().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum()
     }
 
-    /// Bytes of all units outside of the slots.
+    /// Bytes of all units outside of the slots: in the memory of the host, or in the slices on all devices of the
+    /// machine.
     pub fn host_bytes(&self) -> usize {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
@@ -337,7 +344,7 @@ struct Reenter {
 
 impl Backward for Reenter {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        self.ring.go(self.unit, Direction::Down)?;
+        self.ring.enter_in_direction(self.unit, Direction::Down)?;
         context.add(0, context.grad().clone())
     }
 }

@@ -90,11 +90,11 @@ impl Shards {
         bytes: usize,
         fill: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<Self> {
-        let ((own, _), every) = sharing.tell(Self::own(sharing, device, bytes), |(_, text)| text.clone())?;
+        let ((own, _), every) = sharing.all_gather(Self::own(sharing, device, bytes), |(_, text)| text.clone())?;
         let texts: Vec<&str> = sharing.machine().iter().map(|&rank| every[rank].as_str()).collect();
-        let (mut shards, _) = sharing.tell(own.open(&texts, sharing.number()), |_| String::new())?;
+        let (mut shards, _) = sharing.all_gather(own.open(&texts, sharing.number()), |_| String::new())?;
         let filled = fill(&mut shards).and_then(|()| shards.close());
-        sharing.tell(filled, |()| String::new())?;
+        sharing.all_gather(filled, |()| String::new())?;
         Ok(shards)
     }
 
@@ -114,12 +114,12 @@ impl Shards {
     fn open(self, texts: &[&str], number: usize) -> Result<Self> {
         match self {
             Self::Host(mut own) => {
-                let each = texts.iter().enumerate();
+                // `own` has one element, the shard of this process, which is open already.
                 let open = |(process, text): (usize, &&str)| match own.pop_if(|_| process == number) {
                     Some(pages) => Ok(pages),
                     None => Pages::open(text),
                 };
-                each.map(open).collect::<Result<_>>().map(Self::Host)
+                texts.iter().enumerate().map(open).collect::<Result<_>>().map(Self::Host)
             }
             Self::Device(mut shards) => {
                 shards.open(texts)?;

@@ -45,9 +45,9 @@ thread_local! {
 /// the same PID namespace and the same user. `None` if the system does not report the boot, the namespace or the user.
 pub fn machine() -> Option<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    let namespace = std::fs::read_link("/proc/self/ns/pid").ok()?;
     let user = std::fs::metadata("/proc/self").ok()?.uid();
-    Some(format!("{} {} {user}", boot.trim(), numbers.display()))
+    Some(format!("{} {} {user}", boot.trim(), namespace.display()))
 }
 
 impl Sharing {
@@ -59,29 +59,29 @@ impl Sharing {
     /// if a process is alone on its machine.
     pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
         // A process that cannot name its machine counts as alone on a machine.
-        let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
-        let found = exchange(mine.as_bytes())?;
-        if rank >= found.len() {
-            let count = found.len();
+        let own_name = machine().unwrap_or_else(|| format!("rank {rank}"));
+        let names = exchange(own_name.as_bytes())?;
+        if rank >= names.len() {
+            let count = names.len();
             return Err(Error::argument(
                 OP,
                 format!("the exchange of rank {rank} returned the messages of {count} processes only"),
             ));
         }
-        let with = |name: &[u8]| (0..found.len()).filter(|&rank| found[rank] == name).collect::<Vec<_>>();
+        let ranks_on = |name: &[u8]| (0..names.len()).filter(|&rank| names[rank] == name).collect::<Vec<_>>();
         if let Some(alone) =
-            found.iter().map(|name| with(name)).find(|ranks| ranks.len() == 1 && origin == Origin::Peers)
+            names.iter().map(|name| ranks_on(name)).find(|ranks| ranks.len() == 1 && origin == Origin::Peers)
         {
             return Err(Error::argument(
                 OP,
                 format!(
-                    "rank {} has no other process on its machine to stream from (processes in another container or of another user do \
-                     not count); start several processes there, or stream from the host",
+                    "rank {} has no other process on its machine to stream from (processes in another container or of \
+                     another user do not count); start several processes there, or stream from the host",
                     alone[0]
                 ),
             ));
         }
-        let machine = with(mine.as_bytes());
+        let machine = ranks_on(own_name.as_bytes());
         Ok(Arc::new(Self { exchange, rank, origin, machine }))
     }
 
@@ -129,7 +129,7 @@ impl Sharing {
     /// # Errors
     /// [`Error::Argument`] with the first rank and unit that differ from rank 0, or if a process has failed.
     pub(super) fn agree(&self, mine: &[String]) -> Result<()> {
-        let ((), every) = self.tell(Ok(()), |()| mine.join("\n"))?;
+        let ((), every) = self.all_gather(Ok(()), |()| mine.join("\n"))?;
         let first: Vec<&str> = every[0].split('\n').collect();
         for (rank, theirs) in every.iter().enumerate() {
             let theirs: Vec<&str> = theirs.split('\n').collect();
@@ -139,8 +139,8 @@ impl Sharing {
                 return Err(Error::argument(
                     OP,
                     format!(
-                        "rank {rank} has other weights than rank 0 in streamed block {unit}: {found}, expected {expected}; give all \
-                         processes the same files and settings"
+                        "rank {rank} has other weights than rank 0 in streamed block {unit}: {found}, \
+                         expected {expected}; give all processes the same files and settings"
                     ),
                 ));
             }
@@ -149,14 +149,14 @@ impl Sharing {
     }
 
     /// Create memory of at least `bytes` bytes that all processes of this machine share, and return the result of
-    /// `used`. `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory.
-    /// Then `used` is called in every process with the written memory. When this function returns, `used` has returned
-    /// in all processes.
+    /// `attach`. `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory.
+    /// Then `attach` is called in every process with the written memory. When this function returns, `attach` has
+    /// returned in all processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,
         fill: impl FnOnce(Option<&mut Pages>) -> Result<()>,
-        used: impl FnOnce(Pages) -> Result<T>,
+        attach: impl FnOnce(Pages) -> Result<T>,
     ) -> Result<T> {
         let written = if self.number() == 0 {
             Pages::create(bytes).and_then(|mut pages| {
@@ -166,17 +166,17 @@ impl Sharing {
         } else {
             fill(None).map(|()| (String::new(), None))
         };
-        let ((_, made), every) = self.tell(written, |(description, _)| description.clone())?;
-        let opened = made.map_or_else(|| Pages::open(&every[self.machine[0]]), Ok);
+        let ((_, created), every) = self.all_gather(written, |(description, _)| description.clone())?;
+        let opened = created.map_or_else(|| Pages::open(&every[self.machine[0]]), Ok);
         // The file descriptor of the writing process must stay open until all processes have opened the memory by it.
-        let (mut pages, _) = self.tell(opened, |_| String::new())?;
+        let (mut pages, _) = self.all_gather(opened, |_| String::new())?;
         pages.close();
-        Ok(self.tell(used(pages), |_| String::new())?.0)
+        Ok(self.all_gather(attach(pages), |_| String::new())?.0)
     }
 
     /// Send a text made from the value `mine` to all processes; returns `mine`, and the texts of all processes by rank.
     /// If `mine` is an error in one process, this function returns an error in all processes.
-    pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
+    pub(super) fn all_gather<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),
             Err(error) => format!("-{error}"),

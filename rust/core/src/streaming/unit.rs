@@ -26,7 +26,7 @@ struct Contents {
     /// its parts has.
     hollow: Option<Joined>,
     /// Tensors whose storage `hollow` names by its address, kept alive so that no other storage gets that address.
-    kept: Vec<Raw>,
+    keep_alive: Vec<Raw>,
 }
 
 impl Unit {
@@ -72,6 +72,7 @@ impl Unit {
         if sharing.keeps(contents.number) {
             return Ok(weight);
         }
+        // This marks the unit as one whose weights have no values in this process.
         contents.hollow.get_or_insert_default();
         weight.map(|raw| hollow(raw, raw.dims()))
     }
@@ -112,9 +113,10 @@ impl Unit {
                 None => all.narrow(0, start, count)?,
                 Some(joined) => {
                     let part = hollow(&tensor.raw, tensor.dims())?;
+                    // The index of the part's first element in `all`: `start` rows come before the part.
                     let first = start * tensor.elem_count() / count.max(1);
                     joined.insert(storage_identity(&part).0, (storage_identity(&all.raw).0, first));
-                    contents.kept.extend([part.clone(), all.raw.clone()]);
+                    contents.keep_alive.extend([part.clone(), all.raw.clone()]);
                     Tensor::constant(part)
                 }
             });

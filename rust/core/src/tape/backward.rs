@@ -20,7 +20,8 @@ use crate::var::Var;
 use crate::{Error, Result, compute};
 
 /// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together
-/// have 128 MiB, or until the pass ends; then many of them run in one launch.
+/// have 128 MiB, or until the pass ends; then many of them run in one launch. There is a limit because the operands
+/// stay in memory until their product runs.
 #[derive(Default)]
 struct Buffered {
     /// The ids of the variables with such products.
@@ -142,8 +143,8 @@ impl BackwardContext<'_> {
         pending.take(dim, &part)
     }
 
-    /// Add the matrix product `alpha` a b to the gradient of input `index`, which has the shape `dims`, with as many
-    /// elements as the product, and the dtype `dtype`: that of a and b, or also f32 if they are f16 or bf16.
+    /// Add the matrix product `alpha` a b to the gradient of input `index`. The gradient has the shape `dims`, with as
+    /// many elements as the product. Its dtype is `dtype`: the dtype of a and b, or f32 if a and b are f16 or bf16.
     ///
     /// If the input is a variable with a gradient buffer, or has a gradient that can change in place, the product
     /// kernel adds to this buffer or gradient: there is no temporary tensor and no separate addition.
@@ -191,7 +192,8 @@ impl BackwardContext<'_> {
         pairs.iter().try_for_each(|[a, b]| self.add_product(index, &dims, dtype, [a, b], 1.0))
     }
 
-    /// The gradient that input `index` has so far, if it can change in place and is of `dtype`.
+    /// The gradient that input `index` has so far, if it can change in place and is of `dtype`. The caller must add
+    /// another gradient to it.
     fn owned_sum(&mut self, index: usize, dtype: DType) -> Result<Option<Raw>> {
         let node = self.node.inputs.get(index).and_then(Option::as_ref).filter(|_| self.needs(index));
         let pending = node.map(|node| node.id()).and_then(|id| self.table.get_mut(&id));
@@ -281,7 +283,7 @@ fn differentiate(
     seed: Raw,
     retain_graph: bool,
     wanted: Option<&FxHashSet<u64>>,
-    targets: Option<&FxHashMap<u64, usize>>,
+    targets: Option<&FxHashSet<u64>>,
     mut buffered: Option<&mut Buffered>,
     mut finish: impl FnMut(&Arc<Node>, Raw) -> Result<()>,
 ) -> Result<()> {
@@ -296,7 +298,7 @@ fn differentiate(
         let Some(mut pending) = table.remove(&node.id()) else { continue };
         pending.complete()?;
         interrupt.step(pending.sum.elem_count())?;
-        let is_target = targets.is_some_and(|t| t.contains_key(&node.id()));
+        let is_target = targets.is_some_and(|t| t.contains(&node.id()));
         if is_target || (targets.is_none() && node.leaf().is_some()) {
             finish(&node, pending.sum.clone())?;
         }
@@ -403,6 +405,7 @@ impl Tensor {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
         });
+        // The waiting products run even if the pass failed, because their variables already count as having a gradient.
         let run = buffered.run();
         outcome?;
         run?;
@@ -424,12 +427,12 @@ pub fn grad(
     retain_graph: bool,
 ) -> Result<Vec<Option<Tensor>>> {
     let (root, seed) = seed_for("grad", loss, gradient)?;
-    let mut targets: FxHashMap<u64, usize> = FxHashMap::default();
+    let mut targets: FxHashSet<u64> = FxHashSet::default();
     for (index, input) in inputs.iter().enumerate() {
         let Some(node) = &input.node else {
             return Err(Error::autograd("grad", format!("input {index} needs no gradient; make it a Var")));
         };
-        targets.entry(node.id()).or_insert(index);
+        targets.insert(node.id());
     }
     let wanted = on_paths_to(&root, &targets);
     let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
@@ -447,7 +450,7 @@ pub fn grad(
 }
 
 /// The ids of the nodes on a path from `root` to a target, along the inputs of nodes: only these get gradients.
-fn on_paths_to(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
+fn on_paths_to(root: &Arc<Node>, targets: &FxHashSet<u64>) -> FxHashSet<u64> {
     let mut nodes: Vec<&Arc<Node>> = Vec::new();
     let mut seen: FxHashSet<u64> = FxHashSet::default();
     let mut stack = vec![root];
@@ -460,7 +463,7 @@ fn on_paths_to(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u
     nodes.sort_unstable_by_key(|n| n.id());
     let mut wanted = FxHashSet::default();
     for node in nodes {
-        if targets.contains_key(&node.id()) || node.inputs.iter().flatten().any(|i| wanted.contains(&i.id())) {
+        if targets.contains(&node.id()) || node.inputs.iter().flatten().any(|i| wanted.contains(&i.id())) {
             wanted.insert(node.id());
         }
     }

@@ -18,7 +18,7 @@ pub(crate) struct Leaf {
     dtype: DType,
     gradient: GradientSlot<Gradient>,
     copies: Mutex<Copies>,
-    /// Whether a copy has taken the variable's place.
+    /// Whether a copy has taken the variable's place ([`Var::replace`](crate::Var::replace)).
     is_replaced: AtomicBool,
 }
 
@@ -98,7 +98,7 @@ impl Leaf {
         Self { shape, dtype, gradient, copies, is_replaced: AtomicBool::new(false) }
     }
 
-    /// Whether a copy has taken the variable's place.
+    /// Whether a copy has taken the variable's place ([`Var::replace`](crate::Var::replace)).
     pub(crate) const fn is_replaced(&self) -> &AtomicBool {
         &self.is_replaced
     }
@@ -193,7 +193,7 @@ impl Leaf {
     }
 
     /// Mark the gradient as cleared; the caller has zeroed its part of the vector.
-    pub(crate) fn is_cleared(&self) {
+    pub(crate) fn mark_cleared(&self) {
         if !self.is_empty() {
             let mut gradient = self.gradient.change();
             gradient.filled = false;
@@ -202,7 +202,7 @@ impl Leaf {
     }
 
     /// Mark the gradient as present, if there is a buffer: it has the values of the buffer, maybe zeros.
-    pub(crate) fn is_present(&self) {
+    pub(crate) fn mark_present(&self) {
         let mut gradient = self.gradient.change();
         gradient.filled = gradient.buffer.is_some();
     }
@@ -234,9 +234,9 @@ impl Leaf {
 
     /// The gradient buffer, if the product of a and b can be added to it in place; the caller must add it.
     pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
-        let short = matches!(a.dtype(), DType::F16 | DType::BF16);
+        let is_16_bit = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
-            && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
+            && (self.dtype == a.dtype() || (is_16_bit && self.dtype == DType::F32));
         if is_product { self.buffer() } else { None }
     }
 
@@ -263,8 +263,8 @@ impl Leaf {
         if capture::is_capturing() {
             return Err(Error::autograd(
                 "capture",
-                "the function makes a gradient for a variable that got no gradient in the function's first call; every call must make \
-                 gradients for the same variables",
+                "the function makes a gradient for a variable that got no gradient in the function's first call; \
+                 every call must make gradients for the same variables",
             ));
         }
         // A tensor that `grad` has returned must not change, so the sum is a new tensor.
@@ -291,8 +291,8 @@ mod tests {
     const CHANGES: &[Change] = &[
         ("change", |leaf, _| leaf.change(|gradient| compute::scale_in_place(gradient, 2.0))),
         ("clear", |leaf, _| leaf.clear()),
-        ("is_cleared", |leaf, _| {
-            leaf.is_cleared();
+        ("mark_cleared", |leaf, _| {
+            leaf.mark_cleared();
             Ok(())
         }),
         ("replace", Leaf::replace),
@@ -309,15 +309,17 @@ mod tests {
         for &(name, change) in CHANGES {
             let leaf = Leaf::of(&value);
             leaf.accumulate(value.clone()).unwrap();
-            let is_settled = name == "product_buffer";
-            if is_settled {
+            // `product_buffer` returns nothing for a gradient without a buffer.
+            let is_bound = name == "product_buffer";
+            if is_bound {
                 leaf.bind(&compute::zeros(&[4], DType::F32, &Device::Cpu).unwrap(), 0..4).unwrap();
             }
             let run = Run::begin(false).unwrap();
             change(&leaf, &value).unwrap();
             let mut effects = run.finish();
             assert_eq!(effects.changed_gradients(), 1, "{name}");
-            assert_eq!(effects.settle_gradients().unwrap(), !is_settled && name != "bind", "{name}");
+            // This gives a buffer to a gradient that has none, and returns whether there was such a gradient.
+            assert_eq!(effects.settle_gradients().unwrap(), !is_bound && name != "bind", "{name}");
         }
     }
 

@@ -42,27 +42,27 @@ pub fn is_grad_enabled() -> bool {
 
 /// Switch the tape on or off for this thread; returns whether it was on.
 pub fn set_grad_enabled(enabled: bool) -> bool {
-    let was = is_grad_enabled();
+    let was_enabled = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });
-    was
+    was_enabled
 }
 
 /// While this guard lives, operations of its thread are not put on the tape.
 #[must_use = "the tape is back in its previous mode as soon as the guard is dropped"]
 pub struct NoGrad {
     /// Whether the tape was on before.
-    was: bool,
+    was_enabled: bool,
     /// The mode belongs to a thread, so the guard must not move to another thread.
     _not_send: PhantomData<*const ()>,
 }
 
 impl Drop for NoGrad {
     fn drop(&mut self) {
-        set_grad_enabled(self.was);
+        set_grad_enabled(self.was_enabled);
     }
 }
 
 /// Switch the tape off for this thread, until the guard is dropped.
 pub fn no_grad() -> NoGrad {
-    NoGrad { was: set_grad_enabled(false), _not_send: PhantomData }
+    NoGrad { was_enabled: set_grad_enabled(false), _not_send: PhantomData }
 }

@@ -67,8 +67,8 @@ impl Node {
     }
 
     /// Let operations that need the result in their backward pass recompute it there, if [`Backward::again`] can.
-    pub(crate) fn remake(&self) {
-        let can = match &self.kind {
+    pub(crate) fn set_recomputed(&self) {
+        let can_recompute = match &self.kind {
             Kind::Leaf(_) => false,
             Kind::Op(state) => state
                 .lock()
@@ -76,7 +76,7 @@ impl Node {
                 .as_ref()
                 .is_some_and(|backward| backward.again().is_some()),
         };
-        self.is_recomputed.store(can, Ordering::Relaxed);
+        self.is_recomputed.store(can_recompute, Ordering::Relaxed);
     }
 
     pub(crate) fn is_recomputed(&self) -> bool {

@@ -106,6 +106,7 @@ pub fn record_with_aux<B: Backward + 'static>(
     }
     let backward = backward(&mut Saver { inputs, recording: mode.recording() }, &raw, &aux);
     if mode.recording() {
+        // Once all saved values exist, a recomputation ends here with an error that its checkpoint handles.
         checkpoint::stop_if_complete()?;
     }
     Ok(on_tape(op.name, inputs, raw, Box::new(backward)))
@@ -118,12 +119,12 @@ pub fn record_view<B: Backward + 'static>(
     view: Raw,
     backward: impl FnOnce() -> B,
 ) -> Result<Tensor> {
-    let version = input.version.clone();
     let mut result = match &input.node {
         Some(_) if flags().grad_enabled() => on_tape(op.name, &[input], view, Box::new(backward())),
         _ => Tensor::constant(view),
     };
-    result.version = version;
+    // A view of a variable changes with the variable, so a backward pass must check the same version.
+    result.version = input.version.clone();
     Ok(result)
 }
 

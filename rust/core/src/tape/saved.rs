@@ -33,8 +33,8 @@ enum Kind {
 }
 
 impl Saved {
-    /// If [`recomputed`](Tensor::recomputed) has marked `tensor`: its value, which is recomputed when it is read. Otherwise
-    /// `None`.
+    /// If [`recomputed`](Tensor::recomputed) has marked `tensor`: its value, which is recomputed when it is read.
+    /// Otherwise `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
         tensor.node.as_ref().filter(|node| node.is_recomputed()).map(|node| Self(Kind::Again(node.clone())))
     }
@@ -73,8 +73,8 @@ impl Saved {
     pub fn get(&self) -> Result<Raw> {
         match &self.0 {
             Kind::Kept { raw, version, .. } => {
-                if let Some((version, then)) = version {
-                    check_version(version, *then)?;
+                if let Some((version, count)) = version {
+                    check_version(version, *count)?;
                 }
                 Ok(raw.clone())
             }
@@ -95,12 +95,14 @@ impl Drop for Saved {
     }
 }
 
+/// The counter of changes of the variable whose storage `tensor` has, and its present count.
 fn versioned(tensor: &Tensor) -> Option<(Arc<Version>, u64)> {
     tensor.version.as_ref().map(|v| (v.clone(), v.get()))
 }
 
-pub(crate) fn check_version(version: &Version, then: u64) -> Result<()> {
-    if version.get() == then {
+/// An error if the variable was changed in place after its counter of changes, `version`, was at `count`.
+pub(crate) fn check_version(version: &Version, count: u64) -> Result<()> {
+    if version.get() == count {
         return Ok(());
     }
     Err(Error::autograd(
