@@ -101,7 +101,7 @@ fn several_inputs_outputs_and_a_captured_variable_get_their_gradients() -> Resul
         let y = outputs[0].add(&outputs[1].log()?)?;
         y.backward()?;
         let found = [&a, &b, &w].map(|v| v.grad().unwrap().item().unwrap());
-        // y = (a w)² + b w
+        // y = (a w)² + b w, so dy/da = 2 a w², dy/db = w and dy/dw = 2 a² w + b.
         for (found, expected) in found.into_iter().zip([100.0, 5.0, 43.0]) {
             assert!((found - expected).abs() < 1e-4, "{found} {expected}");
         }
@@ -191,6 +191,7 @@ fn long_chains_of_checkpoints_drop_without_recursion() -> Result<()> {
         let previous = y.clone();
         y = checkpoint(move |xs| xs[0].add(&previous)?.mul_scalar(0.5), &[&y])?;
     }
+    // A stack of 128 KiB is too small for a recursion over all checkpoints.
     let thread = std::thread::Builder::new().stack_size(128 * 1024).spawn(move || drop(y));
     thread.unwrap().join().unwrap();
     Ok(())

@@ -88,9 +88,10 @@ fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
         for strided in [false, true] {
             let inputs = draw(case, dtype, strided).and_then(|inputs| moved(&inputs, device)).map_err(about)?;
             value_and_gradients(&*case.run, &inputs).map_err(about)?;
-            let turned = |x: &Tensor| turned_view(&turned_view(x)?.contiguous()?);
-            let turned = inputs.iter().map(turned).collect::<Result<Vec<_>>>().map_err(about)?;
-            (case.run)(&turned).map_err(about)?;
+            // The same values in the same shape, but stored with the dimensions in reverse order.
+            let transposed = |x: &Tensor| turned_view(&turned_view(x)?.contiguous()?);
+            let views = inputs.iter().map(transposed).collect::<Result<Vec<_>>>().map_err(about)?;
+            (case.run)(&views).map_err(about)?;
         }
     }
     Ok(())
@@ -157,17 +158,18 @@ fn random_numbers_equal_those_of_the_cpu() {
     let device = gpu().unwrap();
     for count in [1usize, 3, 4, 1001, 100_000] {
         for normal in [false, true] {
-            let draw = |device: &Device| {
+            let numbers = |device: &Device| {
                 rng::manual_seed(11);
-                let draw = |low, high, count: usize, dtype, device| {
-                    let draw = if normal { rng::normal } else { rng::uniform };
-                    draw(low, high, &count.into(), dtype, device)
+                // `parameters`: the mean and the standard deviation, or the bounds of a uniform distribution.
+                let draw = |parameters: [f64; 2], count: usize, dtype| {
+                    let distribution = if normal { rng::normal } else { rng::uniform };
+                    distribution(parameters[0], parameters[1], &count.into(), dtype, device)
                 };
-                let first = draw(-0.5, 2.0, count, DType::F32, device).unwrap();
-                let second = draw(0.0, 1.0, 5, DType::F64, device).unwrap();
+                let first = draw([-0.5, 2.0], count, DType::F32).unwrap();
+                let second = draw([0.0, 1.0], 5, DType::F64).unwrap();
                 [to_f64_vec(&first).unwrap(), to_f64_vec(&second).unwrap()].concat()
             };
-            close("numbers", &draw(&device), &draw(&Device::Cpu), 1e-6).unwrap();
+            close("numbers", &numbers(&device), &numbers(&Device::Cpu), 1e-6).unwrap();
         }
     }
 }
@@ -215,6 +217,7 @@ fn memory_is_counted_and_running_out_is_an_error_that_leaves_the_device_usable()
     assert!(during.allocated >= before.allocated + (256 << 20), "{before:?} {during:?}");
     drop(held);
     device::synchronize(&device).unwrap();
+    // Twice as many f32 elements as fit in the device's memory.
     let elements = usize::try_from(during.total).unwrap() / 4 * 2;
     let small = Tensor::ones((1, 2), DType::F32, &device).unwrap();
     let error = small.broadcast_as((elements / 2, 2)).and_then(|x| x.add_scalar(1.0)).unwrap_err();
@@ -251,12 +254,12 @@ fn exact(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn many_products_in_one_call_equal_those_of_the_cpu() {
-    let run = |device: &Device, dtype: DType, wide: bool| -> Vec<Vec<f64>> {
+    let run = |device: &Device, dtype: DType, has_f32_results: bool| -> Vec<Vec<f64>> {
         let raw = |dims: &[usize], seed: usize| exact(dims, seed, dtype, device).raw().clone();
-        let to = if wide && dtype != DType::F64 { DType::F32 } else { dtype };
+        let to = if has_f32_results && dtype != DType::F64 { DType::F32 } else { dtype };
         let sum = exact(&[5, 33], 90, to, device).raw().clone();
-        let mut work = Vec::new();
-        let mut add = |a: Raw, b: Raw, alpha, to| work.push(Product { a, b, alpha, to });
+        let mut all = Vec::new();
+        let mut add = |a: Raw, b: Raw, alpha, to| all.push(Product { a, b, alpha, to });
         for seed in 0..200 {
             add(raw(&[5, 64], seed), raw(&[64, 33], seed + 1), 0.5, Destination::New(to));
         }
@@ -276,14 +279,14 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
         add(raw(&[5, 0], 3), raw(&[0, 33], 4), 0.5, Destination::New(to));
         add(raw(&[0, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
         add(raw(&[3, 5, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
-        products(&work).unwrap().iter().map(|result| to_f64_vec(result).unwrap()).collect()
+        products(&all).unwrap().iter().map(|result| to_f64_vec(result).unwrap()).collect()
     };
     let device = gpu().unwrap();
     for (dtype, tolerance) in TOLERANCE {
-        for wide in [false, true] {
-            let tolerance = if wide && dtype != DType::F64 { 2e-5 } else { tolerance };
-            let expected = run(&Device::Cpu, DType::F64, wide);
-            for (index, (found, expected)) in run(&device, dtype, wide).iter().zip(&expected).enumerate() {
+        for has_f32_results in [false, true] {
+            let tolerance = if has_f32_results && dtype != DType::F64 { 2e-5 } else { tolerance };
+            let expected = run(&Device::Cpu, DType::F64, has_f32_results);
+            for (index, (found, expected)) in run(&device, dtype, has_f32_results).iter().zip(&expected).enumerate() {
                 close(&format!("{} product {index}", dtype.as_str()), found, expected, 4.0 * tolerance).unwrap();
             }
         }
@@ -296,11 +299,11 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
     let train = |device: &Device, dtype: DType, factors: DType| -> Result<Vec<Vec<f64>>> {
         let (layers, rows, inner, rank) = (6, 130, 72, 8);
-        let start: Vec<Tensor> = (0..layers)
+        let initial: Vec<Tensor> = (0..layers)
             .flat_map(|i| [([rank, inner], i), ([inner, rank], i + 50)])
             .map(|(dims, seed)| exact(&dims, seed, factors, device))
             .collect();
-        let vars = FlatBuffer::new(&start)?.vars().to_vec();
+        let vars = FlatBuffer::new(&initial)?.vars().to_vec();
         let base: Vec<Tensor> = (0..layers).map(|i| exact(&[inner, inner], i + 99, dtype, device)).collect();
         let inputs: Vec<Tensor> = (0..layers).map(|i| exact(&[rows, inner], i + 7, dtype, device)).collect();
         for _ in 0..2 {

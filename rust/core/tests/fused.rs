@@ -220,8 +220,8 @@ fn rope_keeps_lengths_and_layouts() {
         assert!(y.transpose(1, 2).unwrap().raw().is_contiguous());
         let same = rope(&Tensor::from_raw(&x.raw().force_contiguous().unwrap()), &cos, &sin, interleaved).unwrap();
         assert_eq!(to_f64_vec(y.raw()).unwrap(), to_f64_vec(same.raw()).unwrap());
-        let length = |x: &Tensor| to_f64_vec(x.sqr().unwrap().sum(&[3], false).unwrap().raw()).unwrap();
-        assert_close(&[length(&y)], &[length(&x)], 1e-14);
+        let squared_lengths = |x: &Tensor| to_f64_vec(x.sqr().unwrap().sum(&[3], false).unwrap().raw()).unwrap();
+        assert_close(&[squared_lengths(&y)], &[squared_lengths(&x)], 1e-14);
     }
 }
 
@@ -342,8 +342,8 @@ fn errors_of_normed_attention_activate_beside_and_gated_add_name_what_does_not_f
     says(normed_attention(&[stream], HeadSizes { eps: f64::NAN, ..sizes }, None), "eps is NaN");
     let scale = draw(&[5], 2, DType::F32);
     says(normed_attention(&[Stream { norms: [Some(&scale), None], ..stream }], sizes, None), "expected [4]");
-    let learns = Var::from_tensor(&draw(&[4], 2, DType::F32)).unwrap();
-    says(normed_attention(&[Stream { norms: [Some(learns.as_tensor()), None], ..stream }], sizes, None), "frozen");
+    let trainable = Var::from_tensor(&draw(&[4], 2, DType::F32)).unwrap();
+    says(normed_attention(&[Stream { norms: [Some(trainable.as_tensor()), None], ..stream }], sizes, None), "frozen");
     let table = draw(&[3, 1], 3, DType::F32);
     says(normed_attention(&[Stream { angles: Some([&table, &table]), ..stream }], sizes, None), "cos has shape [3, 1]");
     let mask = draw(&[2, 3], 6, DType::F32);

@@ -8,9 +8,9 @@ use trainable_candle_core::raw::{storage_identity, to_f64_vec};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 
 const CPU: Device = Device::Cpu;
-const SHORT: [DType; 2] = [DType::BF16, DType::F16];
+const SIXTEEN_BIT: [DType; 2] = [DType::BF16, DType::F16];
 
-/// Numbers of magnitude about one that are exact in f16 and bf16, different for each `seed`.
+/// Multiples of 1/64 in [-1, 1), which are exact in f16 and bf16, different for each `seed`.
 fn draw(dims: &[usize], seed: usize) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f32 / 64.0 - 1.0;
     Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &CPU).unwrap()
@@ -36,11 +36,11 @@ fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 #[test]
 fn a_copy_gets_the_new_value_after_a_change_and_keeps_its_storage() -> Result<()> {
     for flat in [false, true] {
-        let start = [draw(&[3], 0), draw(&[4, 2], 1)];
-        let buffer = FlatBuffer::new(&start)?;
-        let x = if flat { buffer.vars()[1].clone() } else { Var::from_tensor(&start[1])? };
+        let initial = [draw(&[3], 0), draw(&[4, 2], 1)];
+        let buffer = FlatBuffer::new(&initial)?;
+        let x = if flat { buffer.vars()[1].clone() } else { Var::from_tensor(&initial[1])? };
         let first = x.compute_copy(DType::BF16)?;
-        assert_eq!((first.dtype(), values(&first)), (DType::BF16, values(&start[1])));
+        assert_eq!((first.dtype(), values(&first)), (DType::BF16, values(&initial[1])));
         let place = |copy: &Tensor| (storage_identity(copy.raw()).0, copy.raw().layout().start_offset());
         x.set(&Tensor::full(2.0, (4, 2), DType::F32, &CPU)?)?;
         let second = x.compute_copy(DType::BF16)?;
@@ -50,7 +50,7 @@ fn a_copy_gets_the_new_value_after_a_change_and_keeps_its_storage() -> Result<()
         if flat {
             let other = buffer.vars()[0].compute_copy(DType::BF16)?;
             assert_eq!(place(&other).0, place(&second).0, "the copies of a flat buffer's variables share one storage");
-            assert_eq!(place(&second).1, 3);
+            assert_eq!(place(&second).1, 3, "the first variable has three elements");
         }
     }
     Ok(())
@@ -72,7 +72,7 @@ fn a_copy_that_an_update_has_written_is_not_cast() -> Result<()> {
 
 #[test]
 fn gradients_through_a_copy_are_those_of_a_cast() -> Result<()> {
-    for dtype in SHORT {
+    for dtype in SIXTEEN_BIT {
         let (cast, copied) = (var(&[4, 3], 1), var(&[4, 3], 1));
         let x = draw(&[5, 3], 2).to_dtype(dtype)?;
         let g = draw(&[5, 4], 3).to_dtype(dtype)?;
@@ -86,7 +86,7 @@ fn gradients_through_a_copy_are_those_of_a_cast() -> Result<()> {
 
 #[test]
 fn a_variable_changed_after_its_copy_was_read_is_an_error_of_the_backward_pass() -> Result<()> {
-    for dtype in SHORT {
+    for dtype in SIXTEEN_BIT {
         let copied = var(&[4, 3], 1);
         let x = Var::from_tensor(&draw(&[5, 3], 2).to_dtype(dtype)?)?;
         let g = draw(&[5, 4], 3).to_dtype(dtype)?;
@@ -160,9 +160,9 @@ fn f32_factors_in_16_bit_computation_agree_with_f64_and_have_f32_gradients() -> 
                 assert_eq!(found.dtype(), if part < 2 { dtype } else { DType::F32 });
                 close(found, exact, tolerance);
             }
-            // Hidden values and results are rounded to `dtype`; the gradients of f32 factors are not.
-            let gradient = values(&found[3]);
-            let rounded = values(&found[3].to_dtype(dtype)?);
+            // Hidden values and results are rounded to `dtype`; the gradients of f32 factors, such as `up`, are not.
+            let up_grad = &found[3];
+            let (gradient, rounded) = (values(up_grad), values(&up_grad.to_dtype(dtype)?));
             assert!(dtype == DType::F32 || gradient != rounded, "gradients were rounded to {}", dtype.as_str());
         }
     }
@@ -190,9 +190,9 @@ fn untrained_dora_of_small_f16_weights_equals_the_base_layer() -> Result<()> {
 fn gradients_in_a_flat_buffer_equal_those_of_separate_variables() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         let flat = Layer::new(dtype, DType::F32)?;
-        let loose = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };
-        for (flat, loose) in flat.train(false)?.iter().zip(&loose.train(false)?) {
-            close(flat, loose, 1e-6);
+        let separate = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };
+        for (flat, separate) in flat.train(false)?.iter().zip(&separate.train(false)?) {
+            close(flat, separate, 1e-6);
         }
     }
     Ok(())
@@ -210,18 +210,19 @@ fn dtypes_that_do_not_fit_are_errors() -> Result<()> {
 #[test]
 fn lora_backward_of_many_layers_equals_that_of_each_layer_and_an_error_changes_nothing() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
+        // The outputs, inputs and rank of each layer.
         let shapes = [(6, 5, 2), (6, 5, 2), (4, 7, 3)];
-        let sized = |dims: &[usize], seed| draw(dims, seed).to_dtype(dtype);
-        let grads = shapes.iter().enumerate().map(|(i, s)| sized(&[2, 9, s.0], i)).collect::<Result<Vec<_>>>()?;
-        let inputs = shapes.iter().enumerate().map(|(i, s)| sized(&[2, 9, s.1], 10 + i)).collect::<Result<Vec<_>>>()?;
-        let start: Vec<Tensor> = shapes
+        let drawn = |dims: &[usize], seed| draw(dims, seed).to_dtype(dtype);
+        let grads = shapes.iter().enumerate().map(|(i, s)| drawn(&[2, 9, s.0], i)).collect::<Result<Vec<_>>>()?;
+        let inputs = shapes.iter().enumerate().map(|(i, s)| drawn(&[2, 9, s.1], 10 + i)).collect::<Result<Vec<_>>>()?;
+        let initial: Vec<Tensor> = shapes
             .iter()
             .enumerate()
             .flat_map(|(i, &(out, inner, rank))| [draw(&[rank, inner], 20 + i), draw(&[out, rank], 30 + i)])
             .collect();
-        let flat = FlatBuffer::new(&start)?.vars().to_vec();
-        let loose = start.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        for vars in [flat, loose] {
+        let flat = FlatBuffer::new(&initial)?.vars().to_vec();
+        let separate = initial.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        for vars in [flat, separate] {
             let layers: Vec<LoraLayer<'_>> = (0..3)
                 .map(|i| LoraLayer {
                     grad_output: &grads[i],

@@ -48,7 +48,7 @@ fn saved_bytes_count_each_storage_once_until_the_backward_pass_frees_it() -> Res
     let lora =
         || lora_linear(&x, LoraWeights { weight: (&w).into(), bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
     let y = lora()?.add(&lora()?)?.add(&lora()?)?;
-    // x is counted once, x Aᵀ three times.
+    // In f32: x (8, 5) is counted once, x Aᵀ (8, 2) three times.
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
     y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
     assert_eq!(saved_bytes(), before);
