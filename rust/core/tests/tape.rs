@@ -192,7 +192,7 @@ fn flat_buffers_hold_all_values_in_one_vector_and_all_gradients_in_another() -> 
 
 #[test]
 fn impossible_sizes_are_errors() {
-    // The number of bytes overflows in the first shape, and is 16 TiB in the second.
+    // The number of elements of the first shape overflows; a tensor of the second shape has 16 TiB.
     assert!(matches!(Tensor::zeros((usize::MAX / 2, 8), DType::F32, &CPU), Err(Error::OutOfMemory { .. })));
     assert!(matches!(Tensor::zeros((1 << 22, 1 << 20), DType::F32, &CPU), Err(Error::OutOfMemory { .. })));
 }

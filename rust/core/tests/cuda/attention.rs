@@ -25,12 +25,12 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// Attention over packed tensors: q, k and v side by side in one tensor if `is_of_itself`, else q in one tensor, and
-/// the k and v of a context side by side in a second one.
-fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
-    let first = usize::from(!is_of_itself);
+/// Attention over packed tensors: q, k and v side by side in one tensor if `is_self_attention`, else q in one tensor,
+/// and the k and v of a context side by side in a second one.
+fn packed(x: &[Tensor], is_self_attention: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
+    let first = usize::from(!is_self_attention);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
-    if is_of_itself {
+    if is_self_attention {
         return packed_attention(&joined, None, heads, is_causal);
     }
     packed_attention(&x[0], Some(&joined), heads, is_causal)
@@ -78,15 +78,15 @@ fn attention_of_the_models_equals_the_cpu() {
         // The inputs are exact in every dtype, so that all dtypes share one reference.
         let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
-        let alone = |x: &[Tensor]| separate(x, heads, is_causal);
-        let together = |x: &[Tensor]| packed(x, keys.is_none(), heads, is_causal);
-        let expected = in_f64(&alone, &drawn);
+        let attend = |x: &[Tensor]| separate(x, heads, is_causal);
+        let attend_packed = |x: &[Tensor]| packed(x, keys.is_none(), heads, is_causal);
+        let expected = in_f64(&attend, &drawn);
         for (dtype, tolerance) in TOLERANCE {
             let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
             let what = format!("{} {model}", dtype.as_str());
-            compare_with(&what, &alone, &expected, &inputs, &device, 2.0 * tolerance);
+            compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
             if is_packed {
-                compare_with(&format!("{what}, packed"), &together, &expected, &inputs, &device, 2.0 * tolerance);
+                compare_with(&format!("{what}, packed"), &attend_packed, &expected, &inputs, &device, 2.0 * tolerance);
             }
         }
     }
@@ -113,16 +113,16 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
         let exact =
             |length: usize| random(&[batch, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys), exact(keys)];
-        let alone = |x: &[Tensor]| separate(x, heads, false);
-        let expected = in_f64(&alone, &drawn);
+        let attend = |x: &[Tensor]| separate(x, heads, false);
+        let expected = in_f64(&attend, &drawn);
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = drawn.each_ref().map(|x| x.to_dtype(*dtype).unwrap());
             let what = format!("{} {batch} x {queries} to {keys}, {heads} heads of {width}", dtype.as_str());
-            compare_with(&what, &alone, &expected, &inputs, &device, 2.0 * tolerance);
+            compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
             let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
-            let first = value_and_gradients(&alone, &moved).unwrap();
+            let first = value_and_gradients(&attend, &moved).unwrap();
             for round in 0..3 {
-                let again = value_and_gradients(&alone, &moved).unwrap();
+                let again = value_and_gradients(&attend, &moved).unwrap();
                 assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}, {round}");
                 assert_eq!(again.1, first.1, "{what}, {round}");
             }
@@ -149,14 +149,16 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
         [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64), (1000, 77, 2, 64)]
     {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
-        let alone = |x: &[Tensor]| separate(x, heads, false);
-        // Fill with NaN the memory that the partial sums and their totals will reuse.
+        let attend = |x: &[Tensor]| separate(x, heads, false);
+        // Fill with NaN the memory that the kernels will reuse. On the 132 multiprocessors of an H100 these are: the
+        // partial sums of the forward pass for widths up to 64 (tiles of 192 queries) and up to 128 (tiles of 128),
+        // those of the backward pass (keys and values of a tile of 128), and the sums for the gradients of the queries.
         for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
             drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
         }
         compare(
             &format!("{queries} to {keys}, {heads} heads of {width}"),
-            &alone,
+            &attend,
             &drawn,
             &device,
             2.0 * TOLERANCE[2].1,
@@ -205,9 +207,9 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads one after the other in memory, heads that are adjacent at each position, and rotated pairs of both kinds
-/// (adjacent features, and features half a width apart): at the models' widths, at widths that are read one element at
-/// a time, and at widths that do not fit into the registers of a warp.
+/// Heads one after the other in memory (`outside`), heads that are adjacent at each position (`inside`), and rotated
+/// pairs of both kinds (adjacent features, and features half a width apart): at the models' widths, at widths that are
+/// read one element at a time, and at widths that do not fit into the registers of a warp.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
@@ -228,12 +230,13 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
         for (dtype, tolerance) in TOLERANCE {
             let inputs = [random(&[2, length, heads, width], 2.0, dtype), random(&[width], 1.0, dtype)];
-            let turned = |x: &Tensor, weight: Option<&Tensor>| {
+            let norm_and_rotate = |x: &Tensor, weight: Option<&Tensor>| {
                 let (cos, sin) = (cos.to_device(x.device())?, sin.to_device(x.device())?);
                 rms_norm_rope(x, weight, &cos, &sin, interleaved, 1e-6)
             };
-            let inside = |x: &[Tensor]| turned(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
-            let outside = |x: &[Tensor]| turned(&x[0].transpose(1, 2)?.contiguous()?, x.get(1))?.transpose(1, 2);
+            let inside = |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
+            let outside =
+                |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?.contiguous()?, x.get(1))?.transpose(1, 2);
             let what = format!("{} {length} of {heads} heads of {width}, {interleaved}", dtype.as_str());
             let expected = in_f64(&inside, &inputs);
             compare_with(&what, &inside, &expected, &inputs, &device, tolerance);
@@ -249,7 +252,7 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
 #[ignore = "needs a CUDA device"]
 fn attention_over_projections_of_streams_equals_the_cpu() {
     let device = gpu().unwrap();
-    for (lengths, heads, width, more) in [
+    for (lengths, heads, width, other_columns) in [
         (&[300, 77][..], 3, 128, 0),
         (&[333][..], 2, 128, 384),
         (&[77, 300][..], 3, 64, 64),
@@ -257,31 +260,32 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
         (&[40, 9][..], 2, 40, 6),
     ] {
         let scale = random(&[width], 1.0, DType::F32);
+        // At least as many positions as the longest stream has; each stream takes the first of them.
         let angles = random(&[300.max(lengths[0]), width / 2], 1.0, DType::F32);
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
-        for turns in [true, false] {
+        for is_rotated in [true, false] {
             let run = |x: &[Tensor]| {
-                let numbers = |table: &Tensor| table.to_device(x[0].device());
+                let moved = |tensor: &Tensor| tensor.to_device(x[0].device());
                 let dtype = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-                let scale = numbers(&scale)?.to_dtype(dtype)?;
+                let scale = moved(&scale)?.to_dtype(dtype)?;
                 let tables = x
                     .iter()
                     .map(|x| {
-                        let rows = |table: &Tensor| numbers(&table.narrow(0, 0, x.dims()[1])?);
+                        let rows = |table: &Tensor| moved(&table.narrow(0, 0, x.dims()[1])?);
                         Ok([rows(&cos)?, rows(&sin)?])
                     })
                     .collect::<Result<Vec<_>>>()?;
                 let stream = |(x, tables)| {
                     let [cos, sin]: &[Tensor; 2] = tables;
-                    Stream { x, norms: [Some(&scale), None], angles: turns.then_some([cos, sin]) }
+                    Stream { x, norms: [Some(&scale), None], angles: is_rotated.then_some([cos, sin]) }
                 };
                 let streams: Vec<_> = x.iter().zip(&tables).map(stream).collect();
                 normed_attention(&streams, HeadSizes { heads, width, eps: 1e-6 }, None)
             };
             for (dtype, tolerance) in TOLERANCE {
-                let projections = |&length: &usize| random(&[2, length, 3 * heads * width + more], 1.0, dtype);
+                let projections = |&length: &usize| random(&[2, length, 3 * heads * width + other_columns], 1.0, dtype);
                 let inputs: Vec<Tensor> = lengths.iter().map(projections).collect();
-                let what = format!("{} {lengths:?} of {heads} heads of {width}, {turns}", dtype.as_str());
+                let what = format!("{} {lengths:?} of {heads} heads of {width}, {is_rotated}", dtype.as_str());
                 compare(&what, &run, &inputs, &device, 2.0 * tolerance);
             }
         }

@@ -47,25 +47,23 @@ fn training(device: &Device) -> (Vec<Var>, Function) {
 fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
     let device = gpu().unwrap();
     let batches: Vec<[Tensor; 2]> = (0..6).map(|_| [normal((32, 64), &device), normal((32, 10), &device)]).collect();
-    let run = |captured: bool| {
+    let run = |is_captured: bool| {
         let (weights, step) = training(&device);
         let mut results = Vec::new();
-        let mut step = if captured {
-            Err(Captured::new(&device, step, &[&batches[0][0], &batches[0][1]]).unwrap())
+        let mut call: Box<dyn FnMut(usize, &[Tensor; 2]) -> Vec<Tensor>> = if is_captured {
+            let mut captured = Captured::new(&device, step, &[&batches[0][0], &batches[0][1]]).unwrap();
+            Box::new(move |index: usize, [x, target]: &[Tensor; 2]| {
+                let outputs = captured.call(&[x, target]).unwrap();
+                // The second call is eager too, because the gradients get buffers only after the first call.
+                assert_eq!(captured.is_recorded(), index > 1);
+                outputs
+            })
         } else {
-            Ok(step)
+            Box::new(move |_: usize, batch: &[Tensor; 2]| step(batch).unwrap())
         };
         rng::manual_seed(2);
-        for (index, [x, target]) in batches.iter().enumerate() {
-            let outputs = match &mut step {
-                Ok(step) => step(&[x.clone(), target.clone()]).unwrap(),
-                Err(captured) => {
-                    let outputs = captured.call(&[x, target]).unwrap();
-                    // The second call is eager too, because the gradients get buffers only after the first call.
-                    assert_eq!(captured.is_recorded(), index > 1);
-                    outputs
-                }
-            };
+        for (index, batch) in batches.iter().enumerate() {
+            let outputs = call(index, batch);
             results.push((outputs, weights.iter().map(|w| w.grad().unwrap()).collect::<Vec<_>>(), rng::state()));
         }
         let results: Vec<_> = results
@@ -208,6 +206,7 @@ fn ids_out_of_range_are_an_error_when_the_host_waits_for_the_device() {
     // The error is returned only once.
     device::synchronize(&device).unwrap();
     let y = to_f64_vec(y.raw()).unwrap();
+    // The rows of the ids 5 and -1, of three elements each.
     assert_eq!(y[6..], [0.0; 6]);
     let wrong = x.gather(&Tensor::from_vec(vec![9i64], (1, 1), &device).unwrap(), 1).unwrap();
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));

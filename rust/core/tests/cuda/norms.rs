@@ -44,8 +44,8 @@ fn norms_of_rows_equal_the_cpu() {
             compare(&of("mean of a layer norm beside x"), &repeated, &parameters, &device, tolerance);
             let rms = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS)?.add(&x[0]);
             compare(&of("RMS norm"), &rms, &[x.clone(), weight.clone()], &device, tolerance);
-            let short = |x: &[Tensor]| add_rms_norm(&x[0], &x[1], None, EPS).map(|(_, y)| y);
-            compare(&of("RMS norm of a sum"), &short, &[x.clone(), residual.clone()], &device, 2.0 * tolerance);
+            let rms_of_sum = |x: &[Tensor]| add_rms_norm(&x[0], &x[1], None, EPS).map(|(_, y)| y);
+            compare(&of("RMS norm of a sum"), &rms_of_sum, &[x.clone(), residual.clone()], &device, 2.0 * tolerance);
             compare(&of("layer norm of a sum"), &add_and_norm, &inputs, &device, 2.0 * tolerance);
             let mut mixed = inputs.clone();
             for parameter in &mut mixed[2..] {

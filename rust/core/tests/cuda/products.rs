@@ -124,6 +124,7 @@ fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
             random(&weight, 1.0 / ((weight[1] * weight[2] * weight[3]) as f64).sqrt(), DType::F32),
             random(&weight[..1], size, DType::F32),
         ];
+        // Without and with the bias.
         for count in [2, 3] {
             let run = |x: &[Tensor]| compute::with_bf16_pairs(|| conv2d(&x[0], &x[1], x.get(2), options));
             let what = format!("f32 of {image:?} by {weight:?}, {count} operands");

@@ -10,7 +10,7 @@ use super::gpu;
 use super::products::{TOLERANCE, compare_with, in_f64, random};
 use super::{close, value_and_gradients};
 
-/// One case.
+/// The sizes of one attention.
 struct Case {
     /// The number of heads of queries, and that of keys.
     heads: [usize; 2],
@@ -126,10 +126,9 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
             let (tables, scale) = ([angles.cos().unwrap(), angles.sin().unwrap()], fixed(&[case.width], 1.0));
             let attend = |x: &[Tensor]| {
                 let device = x[0].device();
-                let wide = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-                let (cos, sin) =
-                    (tables[0].to_device(device)?.to_dtype(wide)?, tables[1].to_device(device)?.to_dtype(wide)?);
-                let scale = scale.to_device(device)?.to_dtype(wide)?;
+                let table_dtype = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+                let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(table_dtype);
+                let (cos, sin, scale) = (moved(&tables[0])?, moved(&tables[1])?, moved(&scale)?);
                 let norms = is_normed.then_some(([Some(&scale), None], 1e-6));
                 let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
                 rotary_attention(&x[0], heads, &bounds(case.bounds, device)?, case.window)
@@ -158,6 +157,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
 fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
     let device = gpu().unwrap();
     for case in CASES.iter().filter(|case| case.rows >= 256) {
+        // Two heads of keys, with as many heads of queries for each as in the case.
         let [heads, key_heads] = [case.heads[0] / case.heads[1] * 2, 2];
         let attend = |x: &[Tensor], is_general: bool| {
             let keys = |x: &Tensor| {
@@ -200,7 +200,7 @@ fn a_graph_can_be_replayed_with_other_segments() {
     let values = |tensors: &[Tensor]| -> Vec<Vec<f64>> {
         tensors.iter().map(|tensor| to_f64_vec(tensor.contiguous().unwrap().raw()).unwrap()).collect()
     };
-    let packed = [
+    let bounds_of_calls = [
         [0, 257, 320, 321, 700, 1000],
         [0, 1000, 1000, 1000, 1000, 1000],
         [0, 1, 2, 3, 500, 500],
@@ -209,8 +209,8 @@ fn a_graph_can_be_replayed_with_other_segments() {
     ];
     let fixed = inputs.clone();
     let function: Function = Box::new(move |x| run(&x[0], &fixed));
-    let mut step = Captured::new(&device, function, &[&bounds(&packed[0], &device).unwrap()]).unwrap();
-    for segments in packed {
+    let mut step = Captured::new(&device, function, &[&bounds(&bounds_of_calls[0], &device).unwrap()]).unwrap();
+    for segments in bounds_of_calls {
         let cu_seqlens = bounds(&segments, &device).unwrap();
         let found = values(&step.call(&[&cu_seqlens]).unwrap());
         let expected = values(&run(&cu_seqlens, &inputs).unwrap());

@@ -9,15 +9,15 @@ use super::walk::{close, draw, text, turned_view, value_and_gradients};
 
 /// How an input is computed from the variable.
 #[derive(Clone, Copy, Debug)]
-enum Made {
+enum Derived {
     /// By an operation with a result in storage of its own.
     Computed,
     /// As a view, which shares the variable's storage.
     View,
 }
 
-impl Made {
-    fn of(self, x: &Tensor) -> Result<Tensor> {
+impl Derived {
+    fn apply(self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Computed => x.mul_scalar(2.0),
             Self::View => turned_view(&turned_view(x)?),
@@ -27,7 +27,7 @@ impl Made {
 
 /// Where a checkpointed function gets its tensors from.
 #[derive(Clone, Copy, Debug)]
-enum From {
+enum InputsFrom {
     /// They are computed before the checkpoint and passed as arguments.
     Arguments,
     /// They are computed before the checkpoint and captured by the function.
@@ -45,35 +45,36 @@ pub fn checkpoints_take_computed_tensors(
 ) -> std::result::Result<(), String> {
     let drawn = text(draw(case, DType::F32, false))?;
     let inputs = text(drawn.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
+    // `None`: all inputs are computed.
     let chosen = std::iter::once(None).chain((0..inputs.len()).map(Some));
-    for (chosen, made) in chosen.flat_map(|chosen| [(chosen, Made::Computed), (chosen, Made::View)]) {
-        let make = move |x: &[Tensor]| -> Result<Vec<Tensor>> {
+    for (chosen, derived) in chosen.flat_map(|chosen| [(chosen, Derived::Computed), (chosen, Derived::View)]) {
+        let derive = move |x: &[Tensor]| -> Result<Vec<Tensor>> {
             let is_chosen = |index| chosen.is_none_or(|chosen| chosen == index);
-            x.iter().enumerate().map(|(i, x)| if is_chosen(i) { made.of(x) } else { Ok(x.clone()) }).collect()
+            x.iter().enumerate().map(|(i, x)| if is_chosen(i) { derived.apply(x) } else { Ok(x.clone()) }).collect()
         };
-        let (value, grads) = text(value_and_gradients(&|x| (case.run)(&make(x)?), &inputs))?;
+        let (value, grads) = text(value_and_gradients(&|x| (case.run)(&derive(x)?), &inputs))?;
         let value = text(to_f64_vec(value.raw()))?;
         for policy in [Policy::Full, Policy::Selective] {
-            for from in [From::Arguments, From::Outside, From::Inside] {
+            for from in [InputsFrom::Arguments, InputsFrom::Outside, InputsFrom::Inside] {
                 let run = |x: &[Tensor]| -> Result<Tensor> {
                     let inner = case.run.clone();
                     let outputs = match from {
-                        From::Arguments => {
-                            let made = make(x)?;
-                            checkpoint_with(policy, move |xs| Ok(vec![inner(xs)?]), &made.iter().collect::<Vec<_>>())
+                        InputsFrom::Arguments => {
+                            let inputs = derive(x)?;
+                            checkpoint_with(policy, move |xs| Ok(vec![inner(xs)?]), &inputs.iter().collect::<Vec<_>>())
                         }
-                        From::Outside => {
-                            let made = make(x)?;
-                            checkpoint_with(policy, move |_| Ok(vec![inner(&made)?]), &[])
+                        InputsFrom::Outside => {
+                            let inputs = derive(x)?;
+                            checkpoint_with(policy, move |_| Ok(vec![inner(&inputs)?]), &[])
                         }
-                        From::Inside => {
+                        InputsFrom::Inside => {
                             let inputs: Vec<&Tensor> = x.iter().collect();
-                            checkpoint_with(policy, move |xs| Ok(vec![inner(&make(xs)?)?]), &inputs)
+                            checkpoint_with(policy, move |xs| Ok(vec![inner(&derive(xs)?)?]), &inputs)
                         }
                     };
                     Ok(outputs?.remove(0))
                 };
-                let about = |e: String| format!("{policy:?}, input {chosen:?} {made:?}, from {from:?}: {e}");
+                let about = |e: String| format!("{policy:?}, input {chosen:?} {derived:?}, from {from:?}: {e}");
                 let (again, again_grads) = text(value_and_gradients(&run, &inputs)).map_err(about)?;
                 close("value", &text(to_f64_vec(again.raw()))?, &value, tolerance).map_err(about)?;
                 for (index, (found, expected)) in again_grads.iter().zip(&grads).enumerate() {

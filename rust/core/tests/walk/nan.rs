@@ -17,9 +17,9 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose derivative has only a few values, such as 0 and 1. Most of them have one of these values even where
-/// the input is NaN, as in torch. The gradients of these operations are not checked.
-const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
+/// Operations whose derivative has only a few values, such as 0 and 1. Most of these derivatives have one of these
+/// values even where the input is NaN, as in torch. The gradients of these operations are not checked.
+const PIECEWISE_LINEAR: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
 fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tensor> {
@@ -44,7 +44,7 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let wide = text(draw(case, DType::F64, false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
-    let checked = if CHOOSING.contains(&name) { value_count } else { before.len() };
+    let checked_count = if PIECEWISE_LINEAR.contains(&name) { value_count } else { before.len() };
     for (index, input) in wide.iter().enumerate() {
         let count = input.elem_count();
         // Of an input with more than 40 elements, only every seventh element and the last two are tested.
@@ -56,6 +56,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
                 Ok(inputs)
             };
             let mut depends = vec![false; before.len()];
+            // Small changes, and changes large enough to cross thresholds, such as the bounds of `clamp`.
             for change in [0.37, -0.41, 50.0, -50.0] {
                 let (_, after) =
                     text(replaced(element + change, DType::F64).and_then(|inputs| numbers(case, &inputs)))?;
@@ -67,7 +68,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
                 let inputs = text(replaced(f64::NAN, dtype))?;
                 let inputs = text(inputs.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
                 let (_, found) = text(numbers(case, &inputs))?;
-                if let Some(lost) = (0..checked).find(|&i| depends[i] && !found[i].is_nan()) {
+                if let Some(lost) = (0..checked_count).find(|&i| depends[i] && !found[i].is_nan()) {
                     let part = if lost < value_count { "value" } else { "gradient" };
                     let found = found[lost];
                     let dtype = dtype.as_str();
@@ -82,138 +83,168 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
 }
 
 /// A function of a tensor (3, n), and the elements of its value that must be NaN if row 1 of the tensor has a NaN.
-struct Rows {
+struct Function {
     name: &'static str,
     run: fn(&Tensor) -> Result<Tensor>,
-    lands: Lands,
+    nan_at: NanAt,
     /// Whether the gradient of the whole row 1 must be NaN as well. If false, the gradient is not checked.
     gradient: bool,
 }
 
 /// The elements of a function's value that are NaN.
 #[derive(Clone, Copy, PartialEq)]
-enum Lands {
+enum NanAt {
     /// All elements of row 1, and no element of another row.
     Row,
     /// The last element of row 1, and no element of another row. Other elements of row 1 may be NaN.
     Last,
     /// The elements of row 1 in the columns where the input is NaN, and no other element.
-    Place,
+    Columns,
     /// All elements; the value is usually a scalar.
     All,
 }
 
-const FUNCTIONS: &[Rows] = &[
-    Rows { name: "sum", run: |x| x.sum(&[1], false), lands: Lands::Row, gradient: false },
-    Rows { name: "mean", run: |x| x.mean(&[1], true), lands: Lands::Row, gradient: false },
-    Rows { name: "max", run: |x| x.max(&[1], false), lands: Lands::Row, gradient: false },
-    Rows { name: "min", run: |x| x.min(&[1], false), lands: Lands::Row, gradient: false },
-    Rows { name: "var", run: |x| x.var(&[1], false, 0.0), lands: Lands::Row, gradient: true },
-    Rows { name: "logsumexp", run: |x| x.logsumexp(&[1], false), lands: Lands::Row, gradient: true },
-    Rows { name: "cumsum", run: |x| x.cumsum(1), lands: Lands::Last, gradient: false },
-    Rows { name: "sum of columns", run: |x| x.t()?.contiguous()?.sum(&[0], false), lands: Lands::Row, gradient: false },
-    Rows { name: "max of columns", run: |x| x.t()?.contiguous()?.max(&[0], false), lands: Lands::Row, gradient: false },
-    Rows { name: "min of columns", run: |x| x.t()?.contiguous()?.min(&[0], false), lands: Lands::Row, gradient: false },
-    Rows { name: "sum of all", run: Tensor::sum_all, lands: Lands::All, gradient: false },
-    Rows { name: "mean of all", run: Tensor::mean_all, lands: Lands::All, gradient: false },
-    Rows { name: "max of all", run: Tensor::max_all, lands: Lands::All, gradient: false },
-    Rows { name: "min of all", run: Tensor::min_all, lands: Lands::All, gradient: false },
-    Rows { name: "softmax", run: |x| x.softmax(1), lands: Lands::Row, gradient: true },
-    Rows { name: "log_softmax", run: |x| x.log_softmax(1), lands: Lands::Row, gradient: true },
-    Rows { name: "softmax of columns", run: |x| x.t()?.softmax(0)?.t(), lands: Lands::Row, gradient: true },
-    Rows { name: "layer_norm", run: |x| layer_norm(x, 1, None, None, 1e-5), lands: Lands::Row, gradient: true },
-    Rows { name: "rms_norm", run: |x| rms_norm(x, None, 1e-5), lands: Lands::Row, gradient: true },
-    Rows {
+const FUNCTIONS: &[Function] = &[
+    Function { name: "sum", run: |x| x.sum(&[1], false), nan_at: NanAt::Row, gradient: false },
+    Function { name: "mean", run: |x| x.mean(&[1], true), nan_at: NanAt::Row, gradient: false },
+    Function { name: "max", run: |x| x.max(&[1], false), nan_at: NanAt::Row, gradient: false },
+    Function { name: "min", run: |x| x.min(&[1], false), nan_at: NanAt::Row, gradient: false },
+    Function { name: "var", run: |x| x.var(&[1], false, 0.0), nan_at: NanAt::Row, gradient: true },
+    Function { name: "logsumexp", run: |x| x.logsumexp(&[1], false), nan_at: NanAt::Row, gradient: true },
+    Function { name: "cumsum", run: |x| x.cumsum(1), nan_at: NanAt::Last, gradient: false },
+    Function {
+        name: "sum of columns",
+        run: |x| x.t()?.contiguous()?.sum(&[0], false),
+        nan_at: NanAt::Row,
+        gradient: false,
+    },
+    Function {
+        name: "max of columns",
+        run: |x| x.t()?.contiguous()?.max(&[0], false),
+        nan_at: NanAt::Row,
+        gradient: false,
+    },
+    Function {
+        name: "min of columns",
+        run: |x| x.t()?.contiguous()?.min(&[0], false),
+        nan_at: NanAt::Row,
+        gradient: false,
+    },
+    Function { name: "sum of all", run: Tensor::sum_all, nan_at: NanAt::All, gradient: false },
+    Function { name: "mean of all", run: Tensor::mean_all, nan_at: NanAt::All, gradient: false },
+    Function { name: "max of all", run: Tensor::max_all, nan_at: NanAt::All, gradient: false },
+    Function { name: "min of all", run: Tensor::min_all, nan_at: NanAt::All, gradient: false },
+    Function { name: "softmax", run: |x| x.softmax(1), nan_at: NanAt::Row, gradient: true },
+    Function { name: "log_softmax", run: |x| x.log_softmax(1), nan_at: NanAt::Row, gradient: true },
+    Function { name: "softmax of columns", run: |x| x.t()?.softmax(0)?.t(), nan_at: NanAt::Row, gradient: true },
+    Function { name: "layer_norm", run: |x| layer_norm(x, 1, None, None, 1e-5), nan_at: NanAt::Row, gradient: true },
+    Function { name: "rms_norm", run: |x| rms_norm(x, None, 1e-5), nan_at: NanAt::Row, gradient: true },
+    Function {
         name: "add_layer_norm",
         run: |x| add_layer_norm(x, &like(x)?, 1, None, None, 1e-5).map(|(_, y)| y),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "modulated_layer_norm",
         run: |x| modulated_layer_norm(&x.unsqueeze(1)?, &like(x)?, &like(x)?, 1e-5),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "group_norm of positions",
         run: |x| group_norm(&x.unsqueeze(2)?, 1, None, None, 1e-5),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "group_norm of channels",
         run: |x| group_norm(&x.unsqueeze(1)?, 1, None, None, 1e-5),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows { name: "mse_loss", run: |x| mse_loss(x, &like(x)?, Reduction::Mean), lands: Lands::All, gradient: false },
-    Rows { name: "l1_loss", run: |x| l1_loss(x, &like(x)?, Reduction::Sum), lands: Lands::All, gradient: false },
-    Rows {
+    Function {
+        name: "mse_loss",
+        run: |x| mse_loss(x, &like(x)?, Reduction::Mean),
+        nan_at: NanAt::All,
+        gradient: false,
+    },
+    Function { name: "l1_loss", run: |x| l1_loss(x, &like(x)?, Reduction::Sum), nan_at: NanAt::All, gradient: false },
+    Function {
         name: "huber_loss",
         run: |x| huber_loss(x, &like(x)?, 0.5, Reduction::Mean),
-        lands: Lands::All,
+        nan_at: NanAt::All,
         gradient: false,
     },
-    Rows {
+    Function {
         name: "smooth_l1_loss",
         run: |x| smooth_l1_loss(&like(x)?, x, 0.5, Reduction::Sum),
-        lands: Lands::All,
+        nan_at: NanAt::All,
         gradient: false,
     },
-    Rows {
+    Function {
         name: "cross_entropy",
         run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.0, Reduction::None),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "smoothed cross_entropy",
         run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.1, Reduction::None),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "mean cross_entropy",
         run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.0, Reduction::Mean),
-        lands: Lands::All,
+        nan_at: NanAt::All,
         gradient: true,
     },
-    Rows { name: "product", run: |x| x.matmul(&like(x)?.t()?), lands: Lands::Row, gradient: false },
-    Rows { name: "linear", run: |x| linear(x, &like(x)?, None), lands: Lands::Row, gradient: false },
-    Rows {
+    Function { name: "product", run: |x| x.matmul(&like(x)?.t()?), nan_at: NanAt::Row, gradient: false },
+    Function { name: "linear", run: |x| linear(x, &like(x)?, None), nan_at: NanAt::Row, gradient: false },
+    Function {
         name: "keys of an attention",
         run: |x| attend(x, |q, x, v| scaled_dot_product_attention(q, x, v, None, false, None)),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: true,
     },
-    Rows {
+    Function {
         name: "values of an attention",
         run: |x| attend(x, |q, x, k| scaled_dot_product_attention(q, k, x, None, false, None)),
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: false,
     },
-    Rows {
+    Function {
         name: "mask of an attention",
         run: |x| {
             let mask = x.reshape((3, 1, x.dims()[1]))?;
             attend(x, |q, _, v| scaled_dot_product_attention(q, v, v, Some(&mask), false, None))
         },
-        lands: Lands::Row,
+        nan_at: NanAt::Row,
         gradient: false,
     },
-    Rows { name: "exp", run: Tensor::exp, lands: Lands::Place, gradient: false },
-    Rows { name: "tanh", run: Tensor::tanh, lands: Lands::Place, gradient: false },
-    Rows { name: "sigmoid", run: Tensor::sigmoid, lands: Lands::Place, gradient: false },
-    Rows { name: "relu", run: Tensor::relu, lands: Lands::Place, gradient: false },
-    Rows { name: "clamp", run: |x| x.clamp(Some(-0.5), Some(0.5)), lands: Lands::Place, gradient: false },
-    Rows { name: "gelu", run: |x| x.gelu(Gelu::Exact), lands: Lands::Place, gradient: false },
-    Rows { name: "gelu tanh", run: |x| x.gelu(Gelu::Tanh), lands: Lands::Place, gradient: false },
-    Rows { name: "silu", run: Tensor::silu, lands: Lands::Place, gradient: false },
-    Rows { name: "maximum", run: |x| like(x)?.maximum(x), lands: Lands::Place, gradient: false },
-    Rows { name: "minimum", run: |x| x.minimum(&like(x)?), lands: Lands::Place, gradient: false },
-    Rows { name: "geglu", run: |x| geglu(&Tensor::cat(&[&like(x)?, x], 1)?), lands: Lands::Place, gradient: false },
-    Rows { name: "swiglu", run: |x| swiglu(&Tensor::cat(&[x, &like(x)?], 1)?), lands: Lands::Place, gradient: false },
+    Function { name: "exp", run: Tensor::exp, nan_at: NanAt::Columns, gradient: false },
+    Function { name: "tanh", run: Tensor::tanh, nan_at: NanAt::Columns, gradient: false },
+    Function { name: "sigmoid", run: Tensor::sigmoid, nan_at: NanAt::Columns, gradient: false },
+    Function { name: "relu", run: Tensor::relu, nan_at: NanAt::Columns, gradient: false },
+    Function { name: "clamp", run: |x| x.clamp(Some(-0.5), Some(0.5)), nan_at: NanAt::Columns, gradient: false },
+    Function { name: "gelu", run: |x| x.gelu(Gelu::Exact), nan_at: NanAt::Columns, gradient: false },
+    Function { name: "gelu tanh", run: |x| x.gelu(Gelu::Tanh), nan_at: NanAt::Columns, gradient: false },
+    Function { name: "silu", run: Tensor::silu, nan_at: NanAt::Columns, gradient: false },
+    Function { name: "maximum", run: |x| like(x)?.maximum(x), nan_at: NanAt::Columns, gradient: false },
+    Function { name: "minimum", run: |x| x.minimum(&like(x)?), nan_at: NanAt::Columns, gradient: false },
+    Function {
+        name: "geglu",
+        run: |x| geglu(&Tensor::cat(&[&like(x)?, x], 1)?),
+        nan_at: NanAt::Columns,
+        gradient: false,
+    },
+    Function {
+        name: "swiglu",
+        run: |x| swiglu(&Tensor::cat(&[x, &like(x)?], 1)?),
+        nan_at: NanAt::Columns,
+        gradient: false,
+    },
 ];
 
 /// Fixed numbers with the shape, the dtype and the device of `x`.
@@ -265,9 +296,9 @@ pub fn is_passed_on_at_edges(device: &Device) -> Checked {
                     .collect();
                 let x = text(from_vec(values, (3, n)).to_dtype(dtype).map_err(Into::into))?;
                 let x = text(Tensor::from_raw(&x).to_device(device))?;
-                for rows in FUNCTIONS {
-                    if let Err(error) = rows.check(&x, place.clone()) {
-                        let (name, dtype) = (rows.name, dtype.as_str());
+                for function in FUNCTIONS {
+                    if let Err(error) = function.check(&x, place.clone()) {
+                        let (name, dtype) = (function.name, dtype.as_str());
                         failures.push(format!("{name} of {n} in {dtype} with NaN in {place:?}: {error}"));
                     }
                 }
@@ -277,25 +308,27 @@ pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     if failures.is_empty() { Ok(()) } else { Err(format!("{} failures\n{}", failures.len(), failures.join("\n"))) }
 }
 
-impl Rows {
+impl Function {
     fn check(&self, x: &Tensor, place: std::ops::Range<usize>) -> Checked {
         let (value, gradients) = text(value_and_gradients(&|x| (self.run)(&x[0]), std::slice::from_ref(x)))?;
         let (value, n) = (text(to_f64_vec(value.raw()))?, x.dims()[1]);
+        // The elements of the value for each row; 0 if the value is a scalar, which all rows have in common.
         let width = value.len() / 3;
         for (i, number) in value.iter().enumerate() {
             let (row, column) = i.checked_div(width).map_or((1, 0), |row| (row, i % width));
-            let expected = match self.lands {
-                Lands::All => Some(true),
+            let expected = match self.nan_at {
+                NanAt::All => Some(true),
                 _ if row != 1 => Some(false),
-                Lands::Row => Some(true),
-                Lands::Last => (column + 1 == width).then_some(true),
-                Lands::Place => Some(place.contains(&column)),
+                NanAt::Row => Some(true),
+                NanAt::Last => (column + 1 == width).then_some(true),
+                NanAt::Columns => Some(place.contains(&column)),
             };
             if expected.is_some_and(|expected| expected != number.is_nan()) {
                 let wanted = if number.is_nan() { "no NaN" } else { "NaN" };
                 return Err(format!("element {i} of the value is {number}, expected {wanted}"));
             }
         }
+        // Row 1 of the gradient.
         let gradient = &gradients[0];
         match (n..2 * n).find(|&i| self.gradient && !gradient[i].is_nan()) {
             Some(i) => Err(format!("element {i} of the gradient is {}, expected NaN", gradient[i])),

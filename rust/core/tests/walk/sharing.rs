@@ -66,7 +66,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         text(change(&vars[changed]))?;
         let follows = text(to_f64_vec(y.raw()))? != before;
         let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
-        if text_of(changed, succeeded(product.backward_with(Some(&ones), false)))? {
+        if name_input(changed, succeeded(product.backward_with(Some(&ones), false)))? {
             if follows {
                 return Err(format!(
                     "the result changed with input {changed}, but a backward pass that uses the result succeeded"
@@ -75,14 +75,15 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
             same("gradient of the factor", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
         }
         let weights = text(weights_like(&y))?;
-        if text_of(changed, succeeded(y.backward_with(Some(&weights), false)))? {
+        if name_input(changed, succeeded(y.backward_with(Some(&weights), false)))? {
             same(&format!("input {changed} changed: gradient"), &text(gradients(&vars))?, &expected)?;
         }
     }
     Ok(())
 }
 
-fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::result::Result<T, String> {
+/// `result`, with the number of the changed input in the error.
+fn name_input<T>(input: usize, result: std::result::Result<T, String>) -> std::result::Result<T, String> {
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
@@ -93,10 +94,10 @@ pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checke
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;
         let seed = text(weights_like(&y).and_then(|weights| Var::from_tensor(&weights)))?;
-        let begin = if as_view { text(seed.reshape(y.shape()))? } else { seed.as_tensor().clone() };
-        text(y.backward_with(Some(&begin), true))?;
+        let result_grad = if as_view { text(seed.reshape(y.shape()))? } else { seed.as_tensor().clone() };
+        text(y.backward_with(Some(&result_grad), true))?;
         let leaves: Vec<&Tensor> = vars.iter().map(|var| &**var).collect();
-        let found = text(grad(&y, &leaves, Some(&begin), false))?;
+        let found = text(grad(&y, &leaves, Some(&result_grad), false))?;
         let found: Vec<Tensor> = found.into_iter().flatten().chain(vars.iter().filter_map(Var::grad)).collect();
         let values = || text(found.iter().map(|grad| to_f64_vec(grad.raw())).collect::<Result<Vec<_>>>());
         let before = values()?;
