@@ -12,28 +12,28 @@ use crate::{Raw, Result};
 const OP: &str = "dequantize";
 /// The maximum number of parts that one launch dequantizes.
 const MOST_PARTS: usize = 8;
-/// Number of elements that a thread block processes in one iteration of its loop.
-const TURN: usize = 256 * 8 * 4;
-/// Number of thread blocks for each multiprocessor.
+/// Number of elements that a thread block processes in one iteration of its loop: each of 256 threads has four chunks
+/// of eight elements.
+const ELEMENTS_PER_ITERATION: usize = 256 * 4 * 8;
+/// The maximum number of thread blocks for each multiprocessor and part.
 const BLOCKS: usize = 8;
 
 /// All values of the matrix in `dtype`, (rows, columns).
 pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
-    let device = &matrix.parts[0].codes;
-    let gpu = Gpu::of(OP, device)?;
+    let gpu = Gpu::of(OP, &matrix.parts[0].codes)?;
     let out = empty(OP, gpu, &matrix.dims, dtype)?;
     let mut start = 0;
     for parts in matrix.parts.chunks(MOST_PARTS) {
         let mut list = [QuantizedPart::default(); MOST_PARTS];
         for (part, place) in parts.iter().zip(&mut list) {
-            *place = self::part(part, matrix.dims[1], start)?;
+            *place = described(part, matrix.dims[1], start)?;
             start += place.count;
         }
         let largest = list.iter().map(|part| part.count as usize).max().unwrap_or(0);
         if largest == 0 {
             continue;
         }
-        let blocks = largest.div_ceil(TURN).min(BLOCKS * gpu.multiprocessors());
+        let blocks = largest.div_ceil(ELEMENTS_PER_ITERATION).min(BLOCKS * gpu.multiprocessors());
         let shape = Shape { grid: [blocks as u32, parts.len() as u32, 1], block: [256, 1, 1], shared: 0 };
         let arguments = Dequantize { parts: QuantizedParts { list }, out: output(OP, &out)? };
         // SAFETY: codes and scales have the sizes of their parts, and the result those of the matrix.
@@ -46,13 +46,14 @@ pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
 const FIRST_GGML: u32 = 4;
 
 /// The kernel's description of a part whose first element is element number `start` of the matrix.
-fn part(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
+fn described(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
+    // `format` is the number of the format in the kernel's `Format`.
     let (format, scales, inner, offset) = match &part.scales {
         Scales::Int8(scales) => (0, Some(scales), None, 0.0),
         Scales::Fp8(scales) => (1, Some(scales), None, 0.0),
         Scales::Nf4(scales) => (2, Some(scales), None, 0.0),
         Scales::Nested { codes, scales, offset } => (3, Some(scales), Some(codes), *offset),
-        // `Ggml::ALL` has the kernel's order.
+        // The variants of `Ggml` are declared in the kernel's order.
         Scales::Ggml(format) => (FIRST_GGML + *format as u32, None, None, 0.0),
     };
     let optional = |raw: Option<&Raw>| raw.map_or(Ok(0), |raw| address(OP, raw));

@@ -26,6 +26,7 @@ pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     (address, elements * raw.dtype().size_in_bytes())
 }
 
+/// The number of elements of the storage.
 fn cpu_len(storage: &CpuStorage) -> usize {
     match storage {
         CpuStorage::U8(v) => v.len(),
@@ -43,9 +44,9 @@ fn cpu_len(storage: &CpuStorage) -> usize {
 }
 
 /// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in
-/// memory (the stride of heads is smaller than that of positions). A transposed view of a contiguous tensor of shape
+/// memory: the stride of heads is smaller than that of positions, and there is more than one position. A transposed view of a contiguous tensor of shape
 /// `[.., positions, heads * features]` has this layout.
-pub fn heads_lie_inside(raw: &Raw) -> bool {
+pub fn heads_are_adjacent(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
 }
@@ -61,11 +62,12 @@ pub fn is_float(dtype: DType) -> bool {
 /// # Errors
 /// [`Error::OutOfMemory`] if the tensor's size in bytes overflows, or exceeds the memory that is available.
 pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
-    const ALWAYS_FINE: usize = 256 << 20;
+    /// Tensors of up to this many bytes are not compared with the available memory.
+    const UNCHECKED_BYTES: usize = 256 << 20;
     let count = check_size(op, dims, dtype)?;
     let bytes = count * dtype.size_in_bytes();
-    // Asking the system costs microseconds, so small tensors are not checked.
-    let available = if bytes > ALWAYS_FINE { crate::memory::available_bytes() } else { None };
+    // Asking the system costs microseconds, too much for each small tensor.
+    let available = if bytes > UNCHECKED_BYTES { crate::memory::available_bytes() } else { None };
     if let Some(available) = available.filter(|&a| bytes > a) {
         return Err(Error::OutOfMemory {
             op,

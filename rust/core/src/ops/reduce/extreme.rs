@@ -40,7 +40,8 @@ impl Binary for Equal {
     }
 }
 
-/// a b / c.
+/// a b / c: the part of the gradient b of a result that an element gets. a is 1 if the element is equal to the result,
+/// else 0; c is the number of elements that are equal to the result.
 #[derive(Clone, Copy)]
 struct Share;
 
@@ -82,7 +83,7 @@ impl Backward for PickedBackward {
         let dim = self.reduction.dims[0];
         let size = self.reduction.input[dim];
         let picked = self.picked.get()?;
-        let grad = compute::contiguous(context.grad())?.reshape(self.reduction.kept.as_slice())?;
+        let grad = compute::contiguous(context.grad())?.reshape(self.reduction.keepdim_shape.as_slice())?;
         context.add(0, scatter_raw(self.op.name, &grad, &picked, dim, size)?)
     }
 }
@@ -101,11 +102,13 @@ fn check_not_empty(op: &'static str, reduction: &Reduction) -> Result<()> {
     ))
 }
 
-fn without_dim(raw: Raw, dim: usize, keepdim: bool) -> Result<Raw> {
+/// `raw` without the dimension `dim`, which has size 1; `raw` itself if `keepdim`.
+fn squeezed_unless(keepdim: bool, raw: Raw, dim: usize) -> Result<Raw> {
     Ok(if keepdim { raw } else { raw.squeeze(dim)? })
 }
 
 impl Tensor {
+    /// The extreme over `dims`; [`max`](Self::max) says which elements get its gradient.
     fn extreme(&self, extreme: Extreme, dims: &[usize], keepdim: bool) -> Result<Self> {
         let op = extreme.info();
         let reduction = Reduction::of(op.name, self, dims)?;
@@ -118,12 +121,13 @@ impl Tensor {
                 op,
                 &[self],
                 || {
+                    // Indices and values have size 1 along `dim`.
                     let picked = match extreme {
                         Extreme::Max => compute::argmax(&self.raw, dim, true)?,
                         Extreme::Min => compute::argmax(&compute::unary(&self.raw, Scale(-1.0))?, dim, true)?,
                     };
                     let values = gather_raw(op.name, &self.raw, &picked, dim, 1)?;
-                    Ok((without_dim(values, dim, keepdim)?, [picked].into_iter().collect()))
+                    Ok((squeezed_unless(keepdim, values, dim)?, [picked].into_iter().collect()))
                 },
                 |saver, _, aux| PickedBackward { op, reduction: reduction.clone(), picked: saver.save_raw(&aux[0]) },
             );
@@ -131,6 +135,7 @@ impl Tensor {
         self.shared_extreme(extreme, reduction, keepdim)
     }
 
+    /// The extreme over the dimensions of `reduction`, with a gradient that equal elements share.
     fn shared_extreme(&self, extreme: Extreme, reduction: Reduction, keepdim: bool) -> Result<Self> {
         record(
             extreme.info(),
@@ -204,7 +209,7 @@ impl Tensor {
     /// # Errors
     /// As [`max`](Self::max), and [`Error::DType`] if the tensor is not floating point.
     pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
-        check_not_empty(ARGMAX, &Reduction::new(ARGMAX, self, &[dim])?)?;
+        check_not_empty(ARGMAX, &Reduction::of_floats(ARGMAX, self, &[dim])?)?;
         checkpoint::reads(&[self]);
         Ok(Self::constant(compute::argmax(&self.raw, dim, keepdim)?))
     }

@@ -8,7 +8,7 @@ use crate::{Result, Tensor, compute};
 
 pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 
-/// x, but 0 where x is infinite. Applied to the maximum before it is subtracted from the elements, because ∞ - ∞ is
+/// x, but 0 if x is infinite. Applied to the maximum before it is subtracted from the elements, because ∞ - ∞ is
 /// NaN.
 #[derive(Clone, Copy)]
 struct Finite;
@@ -48,7 +48,8 @@ impl Binary for LogPlus {
     }
 }
 
-/// a e^(b - c), where c is the log-sum-exp of the elements b. If c is -∞, all b are -∞; the result is then 0, not NaN.
+/// a e^(b - c): the gradient of the element b, where c is the log-sum-exp and a its gradient. If c is -∞, all elements are
+/// -∞; the result is then 0, not NaN.
 #[derive(Clone, Copy)]
 struct TimesExpDifference;
 
@@ -65,7 +66,7 @@ impl Ternary for TimesExpDifference {
 struct LogsumexpBackward {
     reduction: Reduction,
     x: Saved,
-    /// The result in the accumulator dtype, with the reduced dimensions kept as size 1.
+    /// The result in the accumulator dtype; the reduced dimensions have size 1.
     result: Saved,
 }
 
@@ -80,10 +81,11 @@ impl Backward for LogsumexpBackward {
     }
 }
 
+/// The log-sum-exp in the accumulator dtype; the reduced dimensions have size 1.
 fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
     let x = compute::cast(x, accumulator(x.dtype()))?;
     if reduction.count == 0 {
-        return compute::full(f64::NEG_INFINITY, &reduction.kept, x.dtype(), x.device());
+        return compute::full(f64::NEG_INFINITY, &reduction.keepdim_shape, x.dtype(), x.device());
     }
     let largest = compute::unary(&compute::max(&x, &reduction.dims, true)?, Finite)?;
     let sum = compute::sum(&compute::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;
@@ -96,15 +98,15 @@ impl Tensor {
     /// # Errors
     /// As [`sum`](Self::sum), and [`Error::DType`](crate::Error::DType) if the tensor is not floating point.
     pub fn logsumexp(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
-        let reduction = Reduction::new(LOGSUMEXP.name, self, dims)?;
+        let reduction = Reduction::of_floats(LOGSUMEXP.name, self, dims)?;
         record_with_aux(
             &LOGSUMEXP,
             &[self],
             || {
-                let kept = forward(&self.raw, &reduction)?;
-                let result = compute::cast(&kept, self.dtype())?;
-                let result = if keepdim { result } else { result.reshape(reduction.dropped())? };
-                Ok((result, [kept].into_iter().collect()))
+                let wide = forward(&self.raw, &reduction)?;
+                let result = compute::cast(&wide, self.dtype())?;
+                let result = if keepdim { result } else { result.reshape(reduction.squeezed_shape())? };
+                Ok((result, [wide].into_iter().collect()))
             },
             |saver, _, aux| LogsumexpBackward {
                 reduction: reduction.clone(),

@@ -20,6 +20,7 @@ static MEAN: OpInfo = OpInfo::cheap("mean");
 static VAR: OpInfo = OpInfo::cheap("var");
 static CUMSUM: OpInfo = OpInfo::cheap("cumsum");
 
+/// Multiplication by a constant.
 #[derive(Clone, Copy)]
 struct Scale(f64);
 
@@ -44,14 +45,15 @@ struct Reduction {
     /// The input's shape.
     input: Vec<usize>,
     /// The input's shape with size 1 for the reduced dimensions.
-    kept: Vec<usize>,
+    keepdim_shape: Vec<usize>,
     /// Number of input elements for each element of the result.
     count: usize,
 }
 
 impl Reduction {
-    /// Checks that `x` is floating point and `dims` are dimensions of it.
-    fn new(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
+    /// The reduction of a floating-point `x` over `dims`. Another dtype, a dimension that `x` does not have, or one that
+    /// is named twice is an error.
+    fn of_floats(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         if !is_float(x.dtype()) {
             return Err(Error::dtype(
                 op,
@@ -61,10 +63,11 @@ impl Reduction {
         Self::of(op, x, dims)
     }
 
-    /// Checks that `dims` are dimensions of `x`.
+    /// The reduction of `x`, of any dtype, over `dims`. A dimension that `x` does not have, or one that is named twice, is
+    /// an error.
     fn of(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         let input = x.dims().to_vec();
-        let mut kept = input.clone();
+        let mut keepdim_shape = input.clone();
         let mut sorted = dims.to_vec();
         sorted.sort_unstable();
         for (i, &dim) in sorted.iter().enumerate() {
@@ -74,21 +77,21 @@ impl Reduction {
             if i > 0 && sorted[i - 1] == dim {
                 return Err(Error::argument(op, format!("dimension {dim} is named twice in {dims:?}")));
             }
-            kept[dim] = 1;
+            keepdim_shape[dim] = 1;
         }
         let count = sorted.iter().map(|&d| input[d]).product();
-        Ok(Self { dims: sorted, input, kept, count })
+        Ok(Self { dims: sorted, input, keepdim_shape, count })
     }
 
     /// The input's shape without the reduced dimensions.
-    fn dropped(&self) -> Vec<usize> {
+    fn squeezed_shape(&self) -> Vec<usize> {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
     /// Broadcasts `value`, which has one element for each element of the result, to the input's shape. This is a view
     /// of `value`.
     fn spread(&self, value: &Raw) -> Result<Raw> {
-        Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
+        Ok(value.reshape(self.keepdim_shape.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
 }
 
@@ -114,7 +117,8 @@ impl Backward for SumBackward {
     }
 }
 
-/// a (b - c).
+/// a (b - c): the gradient of an element b of a variance over n elements with the mean c, where a is 2 / (n -
+/// correction) times the gradient of the variance.
 #[derive(Clone, Copy)]
 struct TimesDifference;
 
@@ -143,7 +147,9 @@ impl cpu::Binary for SquaredDifference {
 struct VarBackward {
     reduction: Reduction,
     x: Saved,
+    /// In the accumulator dtype; the reduced dimensions have size 1.
     mean: Saved,
+    /// The number of elements minus the correction, at least 0.
     divisor: f64,
 }
 
@@ -167,11 +173,11 @@ impl Backward for CumsumBackward {
     /// results.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
-        let backwards: Vec<i64> = (0..size as i64).rev().collect();
-        let backwards = Raw::from_vec(backwards, size, context.grad().device())?;
-        let reversed = select_raw(CUMSUM.name, context.grad(), &backwards, self.dim)?;
+        let descending: Vec<i64> = (0..size as i64).rev().collect();
+        let descending = Raw::from_vec(descending, size, context.grad().device())?;
+        let reversed = select_raw(CUMSUM.name, context.grad(), &descending, self.dim)?;
         let sums = compute::cumsum(&reversed, self.dim)?;
-        context.add(0, select_raw(CUMSUM.name, &sums, &backwards, self.dim)?)
+        context.add(0, select_raw(CUMSUM.name, &sums, &descending, self.dim)?)
     }
 }
 
@@ -188,7 +194,7 @@ impl Tensor {
         if !is_float(self.dtype()) {
             return self.sum_integers(dims, keepdim);
         }
-        let reduction = Reduction::new(SUM.name, self, dims)?;
+        let reduction = Reduction::of_floats(SUM.name, self, dims)?;
         record(
             &SUM,
             &[self],
@@ -216,7 +222,7 @@ impl Tensor {
     /// # Errors
     /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
     pub fn mean(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
-        let reduction = Reduction::new(MEAN.name, self, dims)?;
+        let reduction = Reduction::of_floats(MEAN.name, self, dims)?;
         record(
             &MEAN,
             &[self],
@@ -240,7 +246,7 @@ impl Tensor {
     /// # Errors
     /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
     pub fn var(&self, dims: &[usize], keepdim: bool, correction: f64) -> Result<Self> {
-        let reduction = Reduction::new(VAR.name, self, dims)?;
+        let reduction = Reduction::of_floats(VAR.name, self, dims)?;
         let divisor = (reduction.count as f64 - correction).max(0.0);
         record_with_aux(
             &VAR,
@@ -266,7 +272,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.
     pub fn cumsum(&self, dim: usize) -> Result<Self> {
-        Reduction::new(CUMSUM.name, self, &[dim])?;
+        Reduction::of_floats(CUMSUM.name, self, &[dim])?;
         record(&CUMSUM, &[self], || compute::cumsum(&self.raw, dim), |_, _| CumsumBackward { dim })
     }
 }

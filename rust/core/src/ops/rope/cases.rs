@@ -4,7 +4,7 @@ use super::{ROPE, rope};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form of [`rope`].
+/// The plain form of [`rope`]: rotates each pair of features (a, b) of `x (..., S, D)`.
 pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: bool) -> Result<Tensor> {
     let (rank, half) = (x.rank(), x.dims()[x.rank() - 1] / 2);
     let (a, b) = if interleaved {

@@ -1,4 +1,4 @@
-//! The CPU form.
+//! The CPU form of rotary embeddings.
 
 use std::mem::MaybeUninit;
 
@@ -38,8 +38,9 @@ impl<R: Real> Angles<'_, R> {
         read: impl Fn(X) -> R,
         write: impl Fn(&mut Y, R),
     ) {
-        let angle = row / self.repeats % self.positions * self.half;
-        let angles = self.cos[angle..angle + self.half].iter().zip(&self.sin[angle..angle + self.half]);
+        let position = row / self.repeats % self.positions;
+        let range = position * self.half..(position + 1) * self.half;
+        let angles = self.cos[range.clone()].iter().zip(&self.sin[range]);
         let sign = if back { -R::ONE } else { R::ONE };
         let rotate = |a: X, b: X, cos: R, sin: R| {
             let (a, b, sin) = (read(a), read(b), sign * sin);

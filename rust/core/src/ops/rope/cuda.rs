@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/rope.cu`.
+//! The CUDA form of rotary embeddings: `kernels/rope.cu`.
 
 use trainable_candle_cuda::kernels::rope::{ROPE, Rope};
 
@@ -19,12 +19,13 @@ pub fn rotate(
 ) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
-    let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
-    let (cos, sin) = (numbers(cos)?, numbers(sin)?);
+    let dense_table = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
+    let (cos, sin) = (dense_table(cos)?, dense_table(sin)?);
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     if y.elem_count() > 0 {
         let function = gpu.function(&ROPE, suffix(op, x.dtype())?)?;
         let (rows, width) = rows_of(&x);
+        // In each iteration of its loop, a thread rotates as many pairs as 16 bytes hold elements.
         let shape = Shape::flat(y.elem_count(), 2 * wide(x.dtype()));
         let arguments = Rope {
             x: input(op, &x)?,

@@ -8,7 +8,7 @@ mod cpu;
 mod cuda;
 
 use crate::compute::{contiguous, on_device};
-use crate::raw::{Raw, heads_lie_inside, is_float};
+use crate::raw::{Raw, heads_are_adjacent, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
 use crate::{Error, Result, Tensor, checkpoint};
 
@@ -18,8 +18,9 @@ pub(super) use cpu::{Angles, rotate as turn_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
-/// Rotates each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the
-/// shape `(S, D/2)` and any floating-point dtype; they get no gradient.
+/// Rotates each pair (a, b) of features of `x (..., S, D)`, which has D features at each of S positions, to
+/// (a cos - b sin, a sin + b cos). `cos` and `sin` have the shape `(S, D/2)` and any floating-point dtype; they get no
+/// gradient.
 ///
 /// Pair i consists of the features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else of the features i and
 /// i + D/2 (GPT-NeoX, Hugging Face's LLaMA). If `x` is (..., heads, S, D) and the heads of a position are adjacent in
@@ -101,7 +102,7 @@ pub(super) struct RowOrder {
 
 impl RowOrder {
     pub fn of(x: &Raw) -> Self {
-        Self { heads: heads_lie_inside(x).then(|| x.dims()[x.rank() - 3]) }
+        Self { heads: heads_are_adjacent(x).then(|| x.dims()[x.rank() - 3]) }
     }
 
     /// How many rows that are consecutive in memory have the same position.

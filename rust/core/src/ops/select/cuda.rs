@@ -1,4 +1,4 @@
-//! The implementation for CUDA, with the kernel in `kernels/select.cu`.
+//! The CUDA form of selection by a mask: `kernels/select.cu`.
 
 use trainable_candle_cuda::kernels::select::{SELECT, Select};
 
@@ -15,9 +15,10 @@ pub(super) fn select(op: &'static str, mask: &Raw, a: &Raw, b: &Raw, dims: &[usi
     if y.elem_count() > 0 {
         let members = [Member::new(op, &y)?, Member::new(op, mask)?, Member::new(op, a)?, Member::new(op, b)?];
         let (tensors, shape) = strided(op, dims, members)?;
-        let [to, mask, a, b] = members;
+        let [result, mask, a, b] = members;
         let [a, b] = [a, b].map(|from| Const::new(from.address, from.unsigned_element()));
-        let arguments = Select { y: Mut::new(to.address, to.unsigned_element()), mask: mask.input(), a, b, tensors };
+        let y = Mut::new(result.address, result.unsigned_element());
+        let arguments = Select { y, mask: mask.input(), a, b, tensors };
         // SAFETY: the strides stay inside of the tensors.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }

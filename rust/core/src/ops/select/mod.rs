@@ -1,4 +1,4 @@
-//! Selection by a mask.
+//! Selection between two tensors by a mask: torch's `where`.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -17,6 +17,7 @@ static SELECT: OpInfo = OpInfo::cheap("where");
 
 struct SelectBackward {
     mask: Raw,
+    /// The shapes of `a` and `b`.
     dims: [Vec<usize>; 2],
 }
 
@@ -24,6 +25,7 @@ impl Backward for SelectBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         let zero = compute::zeros(&[], grad.dtype(), grad.device())?;
+        // `a` gets the gradient where the mask is not 0, `b` gets it elsewhere; the rest of both is 0.
         for (index, [a, b]) in [[&grad, &zero], [&zero, &grad]].into_iter().enumerate() {
             if context.needs(index) {
                 let part = select_raw(&self.mask, a, b, grad.dims())?;

@@ -1,4 +1,4 @@
-//! The CPU form. It works row by row, so that a row stays in the cache between the loops over its elements.
+//! The CPU form of softmax and log-softmax. It works row by row, so that a row stays in the cache between the loops over its elements.
 
 use std::mem::MaybeUninit;
 
@@ -22,12 +22,12 @@ impl RowFunction for Softmax {
     #[inline(always)]
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
         let max = rows::max(x);
-        for (e, x) in scratch.iter_mut().zip(x) {
-            *e = (x.to_acc() - max).exp();
+        for (exp, x) in scratch.iter_mut().zip(x) {
+            *exp = (x.to_acc() - max).exp();
         }
-        let scale = T::Acc::ONE / rows::sum(scratch, |e| e);
-        for (o, e) in out.iter_mut().zip(scratch) {
-            o.write(T::from_acc(*e * scale));
+        let scale = T::Acc::ONE / rows::sum(scratch, |exp| exp);
+        for (out, exp) in out.iter_mut().zip(scratch) {
+            out.write(T::from_acc(*exp * scale));
         }
     }
 
@@ -35,8 +35,8 @@ impl RowFunction for Softmax {
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let dot = rows::sum_pairs(y, g, |y: T, g: T| y.to_acc() * g.to_acc());
-        for (o, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
-            o.write(T::from_acc(y.to_acc() * (g.to_acc() - dot)));
+        for (out, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
+            out.write(T::from_acc(y.to_acc() * (g.to_acc() - dot)));
         }
     }
 }
@@ -49,8 +49,8 @@ impl RowFunction for LogSoftmax {
     fn forward<T: Elem>(&self, x: &[T], _scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
         let max = rows::max(x);
         let log_sum = rows::sum(x, |x: T| (x.to_acc() - max).exp()).ln();
-        for (o, x) in out.iter_mut().zip(x) {
-            o.write(T::from_acc(x.to_acc() - max - log_sum));
+        for (out, x) in out.iter_mut().zip(x) {
+            out.write(T::from_acc(x.to_acc() - max - log_sum));
         }
     }
 
@@ -58,8 +58,8 @@ impl RowFunction for LogSoftmax {
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let sum = rows::sum(g, |g: T| g.to_acc());
-        for (o, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
-            o.write(T::from_acc(g.to_acc() - y.to_acc().exp() * sum));
+        for (out, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
+            out.write(T::from_acc(g.to_acc() - y.to_acc().exp() * sum));
         }
     }
 }

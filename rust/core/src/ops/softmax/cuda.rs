@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/softmax.cu`.
+//! The CUDA form of softmax and log-softmax: `kernels/softmax.cu`.
 
 use trainable_candle_cuda::kernels::softmax::{SoftmaxBackward, SoftmaxForward};
 

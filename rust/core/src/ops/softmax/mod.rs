@@ -49,7 +49,8 @@ impl<F: RowFunction> Backward for SoftmaxBackward<F> {
     }
 }
 
-fn along<F: RowFunction>(info: &'static OpInfo, x: &Tensor, dim: usize, function: F) -> Result<Tensor> {
+/// Computes `function` along `dim`, and records it on the tape.
+fn record_along<F: RowFunction>(info: &'static OpInfo, x: &Tensor, dim: usize, function: F) -> Result<Tensor> {
     let op = info.name;
     if dim >= x.rank() {
         return Err(Error::index(op, format!("dimension {dim} is out of range for shape {:?}", x.dims())));
@@ -69,7 +70,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Index`] if `dim` is out of range, [`Error::DType`] if the tensor is not floating point.
     pub fn softmax(&self, dim: usize) -> Result<Self> {
-        along(&SOFTMAX, self, dim, Softmax)
+        record_along(&SOFTMAX, self, dim, Softmax)
     }
 
     /// The logarithm of [`softmax`](Self::softmax). It is accurate even where the softmax itself would be rounded to 0.
@@ -77,6 +78,6 @@ impl Tensor {
     /// # Errors
     /// As [`softmax`](Self::softmax).
     pub fn log_softmax(&self, dim: usize) -> Result<Self> {
-        along(&LOG_SOFTMAX, self, dim, LogSoftmax)
+        record_along(&LOG_SOFTMAX, self, dim, LogSoftmax)
     }
 }

@@ -4,7 +4,8 @@ use super::{UPSAMPLE_NEAREST2D, sources, upsample_nearest2d};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form: `index_select` along height and along width.
+/// The plain form for `x` (batch, height, width, channels) and `size` (height, width): `index_select` along height and
+/// along width.
 fn plain(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let index = |axis: usize| {
         let positions = sources(x.dims()[axis], size[axis - 1]).into_iter().map(|i| i as i64).collect::<Vec<_>>();

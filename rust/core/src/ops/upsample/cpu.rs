@@ -1,4 +1,5 @@
-//! The CPU form. It works line by line; a line is one row of pixels of one image.
+//! The CPU form of nearest-neighbour resizing. It works line by line; a line is one row of pixels of one image. Lines
+//! are numbered over all images of a batch.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -10,19 +11,21 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
+/// The resized images: each output pixel copies its source.
 pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &Raw) -> Result<Raw> {
     let x = contiguous(x)?;
-    let (lines, columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
+    let (source_lines, source_columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
     let (line_len, result_len) = (input[1] * channels, output[1] * channels);
     dispatch_float!(x.dtype(), UPSAMPLE_NEAREST2D.name, T => read_all(UPSAMPLE_NEAREST2D.name, &[&x], |operands| {
         let x = elements::<T>(operands[0])?;
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             for (line, out) in range.zip(out.chunks_exact_mut(result_len)) {
-                let source = line / output[0] * input[0] + lines[line % output[0]];
+                let image = line / output[0];
+                let source = image * input[0] + source_lines[line % output[0]];
                 let x = &x[source * line_len..(source + 1) * line_len];
-                for (&column, out) in columns.iter().zip(out.chunks_exact_mut(channels)) {
-                    for (o, x) in out.iter_mut().zip(&x[column * channels..(column + 1) * channels]) {
-                        o.write(*x);
+                for (&column, out) in source_columns.iter().zip(out.chunks_exact_mut(channels)) {
+                    for (out, x) in out.iter_mut().zip(&x[column * channels..(column + 1) * channels]) {
+                        out.write(*x);
                     }
                 }
             }
@@ -36,7 +39,7 @@ pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &R
 /// The gradient of an input pixel is the sum of the gradients of the output pixels that copy it.
 pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad: &Raw) -> Result<Raw> {
     let grad = contiguous(grad)?;
-    let (lines, columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
+    let (copy_lines, copy_columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
     let (line_len, result_len) = (input[1] * channels, output[1] * channels);
     let op = UPSAMPLE_NEAREST2D.name;
     dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad], |operands| {
@@ -44,27 +47,28 @@ pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let mut sum = vec![<T as Elem>::Acc::ZERO; line_len];
             for (line, out) in range.zip(out.chunks_exact_mut(line_len)) {
-                let image = line / input[0] * output[0];
+                let first_line = line / input[0] * output[0]; // of the image's output lines
                 sum.fill(Real::ZERO);
-                for copy in lines[line % input[0]].clone() {
-                    let g = &g[(image + copy) * result_len..(image + copy + 1) * result_len];
-                    let sums = sum.chunks_exact_mut(channels).zip(&columns);
+                for copy in copy_lines[line % input[0]].clone() {
+                    let copy = first_line + copy;
+                    let g = &g[copy * result_len..(copy + 1) * result_len];
+                    let sums = sum.chunks_exact_mut(channels).zip(&copy_columns);
                     dispatch(
                         #[inline(always)]
                         || {
                             for (sum, columns) in sums {
                                 let g = &g[columns.start * channels..columns.end * channels];
                                 for g in g.chunks_exact(channels) {
-                                    for (s, g) in sum.iter_mut().zip(g) {
-                                        *s += g.to_acc();
+                                    for (sum, g) in sum.iter_mut().zip(g) {
+                                        *sum += g.to_acc();
                                     }
                                 }
                             }
                         },
                     );
                 }
-                for (o, s) in out.iter_mut().zip(&sum) {
-                    o.write(T::from_acc(*s));
+                for (out, sum) in out.iter_mut().zip(&sum) {
+                    out.write(T::from_acc(*sum));
                 }
             }
         };

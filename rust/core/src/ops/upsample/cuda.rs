@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/upsample.cu`.
+//! The CUDA form of nearest-neighbour resizing: `kernels/upsample.cu`.
 
 use trainable_candle_cuda::kernels::upsample::{
     UPSAMPLE_NEAREST2D_BACKWARD, UPSAMPLE_NEAREST2D_FORWARD, UpsampleNearest2dBackward, UpsampleNearest2dForward,
@@ -19,10 +19,11 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let result = if is_backward { from } else { to };
     let y = empty(op, gpu, &[batch, result[0], result[1], channels], x.dtype())?;
     if y.elem_count() > 0 {
-        let (lines, line) = (batch * result[0], result[1] * channels);
-        let blocks = lines * line.div_ceil(1024 * wide(x.dtype()));
+        let (lines, line_len) = (batch * result[0], result[1] * channels);
+        // Each of a block's 256 threads writes four packs of 16 bytes of a line.
+        let blocks = lines * line_len.div_ceil(256 * 4 * wide(x.dtype()));
         let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
-        let (batch, dtypes) = (batch as u64, suffix(op, x.dtype())?);
+        let (batch, dtype_suffix) = (batch as u64, suffix(op, x.dtype())?);
         let [height, width] = [count32(op, from[0])?, count32(op, from[1])?];
         let [out_height, out_width, channels] = [count32(op, to[0])?, count32(op, to[1])?, count32(op, channels)?];
         let (x, y) = (input(op, &x)?, output(op, &y)?);
@@ -31,11 +32,11 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
             if is_backward {
                 let arguments =
                     UpsampleNearest2dBackward { grad: x, dx: y, batch, height, width, out_height, out_width, channels };
-                gpu.function(&UPSAMPLE_NEAREST2D_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
+                gpu.function(&UPSAMPLE_NEAREST2D_BACKWARD, dtype_suffix)?.launch(op, gpu, shape, arguments)
             } else {
                 let arguments =
                     UpsampleNearest2dForward { x, y, batch, height, width, out_height, out_width, channels };
-                gpu.function(&UPSAMPLE_NEAREST2D_FORWARD, dtypes)?.launch(op, gpu, shape, arguments)
+                gpu.function(&UPSAMPLE_NEAREST2D_FORWARD, dtype_suffix)?.launch(op, gpu, shape, arguments)
             }
         }?;
     }

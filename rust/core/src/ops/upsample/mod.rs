@@ -21,7 +21,7 @@ static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 /// The images `x` in another size, where each output pixel is a copy of the nearest input pixel:
 /// `x (batch, height, width, channels)` → (batch, `size[0]`, `size[1]`, channels). Along an axis with m input pixels
 /// and n output pixels, output pixel i copies input pixel ⌊i · (m / n)⌋, computed in f32, as in torch's
-/// `interpolate(mode="nearest")`. Saves nothing.
+/// `interpolate(mode="nearest")`. The backward pass needs no saved tensors.
 ///
 /// # Errors
 /// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`]
@@ -41,8 +41,8 @@ pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
             format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
         ));
     }
-    let (pixels, wanted) = (height * width, size[0].saturating_mul(size[1]));
-    if pixels == 0 && wanted > 0 {
+    let (pixels, result_pixels) = (height * width, size[0].saturating_mul(size[1]));
+    if pixels == 0 && result_pixels > 0 {
         return Err(Error::shape(op, format!("an image of {height} x {width} pixels cannot be resized to {size:?}")));
     }
     check_allocation_on(x.device(), op, &[batch, size[0], size[1], channels], x.dtype())?;
@@ -50,7 +50,8 @@ pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     record(&UPSAMPLE_NEAREST2D, &[x], || resize.forward(&x.raw), |_, _| resize)
 }
 
-/// The sizes of the images before (`input`) and after resizing (`output`), as (height, width).
+/// The sizes of the images before (`input`) and after resizing (`output`), as (height, width). It is also the node of
+/// the tape.
 #[derive(Clone, Copy)]
 struct Resize {
     batch: usize,
@@ -75,6 +76,7 @@ fn sources(input: usize, output: usize) -> Vec<usize> {
 /// For each of the `input` input positions along an axis, the range of the output positions that copy it.
 fn copies(input: usize, output: usize) -> Vec<Range<usize>> {
     let sources = sources(input, output);
+    // The first output position whose source is `position` or a later one; sources are in ascending order.
     let first = |position| sources.partition_point(|&source| source < position);
     (0..input).map(|i| first(i)..first(i + 1)).collect()
 }

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::Result;
 use crate::cpu::pool::SharedMut;
 use crate::cpu::{self, Elem, MatRef, elements};
-use crate::raw::{Raw, from_vec, heads_lie_inside};
+use crate::raw::{Raw, from_vec, heads_are_adjacent};
 
 /// The matrices of a tensor's last two dimensions, one for each index of its other dimensions.
 pub(super) struct Matrices<'a, T> {
@@ -67,7 +67,7 @@ impl<T: Elem> Output<T> {
         let mut dims: SmallVec<[usize; 4]> = like.dims().into();
         let rank = dims.len();
         dims[rank - 1] = width;
-        let side_by_side = if heads_lie_inside(like) { dims[rank - 3] } else { 1 };
+        let side_by_side = if heads_are_adjacent(like) { dims[rank - 3] } else { 1 };
         Self { buffer: Vec::with_capacity(dims.iter().product()), dims, side_by_side }
     }
 

@@ -22,7 +22,7 @@ use crate::cuda::launch::{
     optional_output, output, suffix,
 };
 use crate::cuda::{Gpu, contiguous, fill};
-use crate::raw::{heads_lie_inside, storage_identity};
+use crate::raw::{heads_are_adjacent, storage_identity};
 use crate::{Error, Raw, Result};
 
 /// The settings of an attention operation.
@@ -115,7 +115,7 @@ pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) 
     let mut dims = like.dims().to_vec();
     let rank = dims.len();
     dims[rank - 1] = width;
-    if !heads_lie_inside(like) {
+    if !heads_are_adjacent(like) {
         return empty(op, gpu, &dims, like.dtype());
     }
     dims.swap(rank - 3, rank - 2);

@@ -46,9 +46,11 @@ pub fn add_rms_norm(x: &Tensor, residual: &Tensor, weight: Option<&Tensor>, eps:
     add_norm(&ADD_RMS_NORM, &RMS_NORM, x, residual, &norm)
 }
 
+/// Computes the sum and its norm. `info` names the operation in errors; `norm_info` describes the norm's node of the
+/// tape.
 fn add_norm(
     info: &'static OpInfo,
-    of_sum: &'static OpInfo,
+    norm_info: &'static OpInfo,
     x: &Tensor,
     residual: &Tensor,
     norm: &RowNorm<'_>,
@@ -61,16 +63,17 @@ fn add_norm(
         ));
     }
     check(op, x, residual)?;
-    let made = Cell::new(None::<Normalised>);
+    // The norm, if the kernel that computes the sum has computed it too.
+    let fused_norm = Cell::new(None::<Normalised>);
     let sum = add_by(x, residual, || {
-        let both =
+        let fused =
             on_device!(x.device(), cuda => super::cuda::sum_and_norm(norm, [&x.raw, &residual.raw])?, cpu => None);
-        if let Some((sum, normalised)) = both {
-            made.set(Some(normalised));
+        if let Some((sum, normalised)) = fused {
+            fused_norm.set(Some(normalised));
             return Ok(sum);
         }
         compute::binary(&x.raw, &residual.raw, Add).map_err(|error| error.under(op))
     })?;
-    let y = norm.record(of_sum, &sum, made.take())?;
+    let y = norm.record(norm_info, &sum, fused_norm.take())?;
     Ok((sum, y))
 }
