@@ -32,7 +32,9 @@ impl Quantized {
             let mut values = vec![T::default(); dims[0] * dims[1]];
             let (mut first, mut rest) = (0, values.as_mut_slice());
             for part in self.parts.iter() {
-                let range = wanted.start.clamp(first, first + part.rows) - first..wanted.end.clamp(first, first + part.rows) - first;
+                // `first` is the part's first row in the matrix.
+                let in_part = |row: usize| row.clamp(first, first + part.rows) - first;
+                let range = in_part(wanted.start)..in_part(wanted.end);
                 let (out, after) = rest.split_at_mut(range.len() * self.dims[1]);
                 part.decode(range.start * self.dims[1], self.dims[1], out)?;
                 (first, rest) = (first + part.rows, after);
@@ -48,13 +50,13 @@ impl Part {
     fn decode<T: Elem>(&self, start: usize, columns: usize, out: &mut [T]) -> Result<()> {
         with_bytes(&self.codes, |codes| match &self.scales {
             Scales::Int8(scales) => {
-                let of = |code: u8| f32::from(code as i8);
-                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), of, out))
+                let number = |code: u8| f32::from(code as i8);
+                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), number, out))
             }
             Scales::Fp8(scales) => {
                 let table: Vec<f32> = (0..=u8::MAX).map(rows::from_e4m3).collect();
-                let of = |code: u8| table[usize::from(code)];
-                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), of, out))
+                let number = |code: u8| table[usize::from(code)];
+                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), number, out))
             }
             Scales::Nf4(scales) => {
                 with_bytes(scales, |scales| by_blocks(codes, |block| floats(scales)[block], start, out))
@@ -75,13 +77,13 @@ impl Part {
     }
 }
 
-/// Fills `out` with values of formats that have a code per element, and a scale per row or a single scale. Element
-/// number `start` is the first.
+/// Fills `out` with values of formats that have a code per element, and a scale per row or a single scale. The first
+/// value is that of element number `start`; `number` returns the number that a code stands for.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
     (start, columns): (usize, usize),
-    value: impl Fn(u8) -> f32 + Sync,
+    number: impl Fn(u8) -> f32 + Sync,
     out: &mut [T],
 ) {
     if columns == 0 {
@@ -91,18 +93,20 @@ fn by_rows<T: Elem>(
         let row = start / columns + row;
         let scale = if let [scale] = scales { *scale } else { scales[row] };
         for (out, code) in out.iter_mut().zip(&codes[row * columns..]) {
-            *out = rounded(value(*code) * scale);
+            *out = rounded(number(*code) * scale);
         }
     });
 }
 
-/// Fills `out` with values of formats that have two codes per byte and a scale per block. Element number `start` is the
-/// first.
+/// Fills `out` with values of formats that have two codes per byte and a scale per block. The first value is that of
+/// element number `start`; `scale` returns the scale of a block.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
+        // The number of the first element of `rest`.
         let mut at = start + piece * GRAIN;
         let mut rest = out;
         while !rest.is_empty() {
+            // The elements of `rest` that are in the block of element `at`.
             let count = (nf4::BLOCK - at % nf4::BLOCK).min(rest.len());
             let (block, after) = rest.split_at_mut(count);
             let scale = scale(at / nf4::BLOCK);

@@ -11,7 +11,8 @@ use crate::{Error, Result};
 pub enum Format {
     /// Integers from -127 to 127, with a scale per row.
     Int8,
-    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), with a scale per row or one for the matrix.
+    /// e4m3, an 8-bit floating-point format (Micikevicius et al. 2022, arXiv:2209.05433), with a scale per row or one
+    /// for the matrix.
     Fp8,
     /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
     Nf4,
@@ -58,8 +59,7 @@ impl FromStr for Format {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = || Self::ALL.into_iter().find(|format| format.name() == name);
-        known().ok_or_else(|| {
+        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
             if Ggml::ALL.into_iter().any(|format| format.name() == name) {
                 let text = format!("\"{name}\" can only be read from GGUF files; quantize to q8_0 or nf4");
                 return Error::argument("quantize", text);

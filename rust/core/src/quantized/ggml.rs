@@ -92,7 +92,8 @@ impl Ggml {
         }
     }
 
-    /// Number of bytes of a block.
+    /// Number of bytes of a block. The terms of the sums are the sizes of the block's fields, in the order in which
+    /// they are stored.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::Q4_0 => 2 + 16,
@@ -116,12 +117,13 @@ impl Ggml {
     }
 
     /// Whether [`encode`](Self::encode) can write this format.
-    pub const fn is_made(self) -> bool {
+    pub const fn can_encode(self) -> bool {
         matches!(self, Self::Q4_0 | Self::Q8_0)
     }
 
     /// The blocks that represent `values`, rounded as in ggml's reference code. The length of a row must be a multiple
-    /// of the block size. `None` if a value is non-finite or too large for an f16 scale.
+    /// of the block size, and [`can_encode`](Self::can_encode) must be true. `None` if a value is non-finite or too
+    /// large for an f16 scale.
     pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
         let (block, bytes) = (self.block(), self.block_bytes());
         let mut codes = vec![0u8; values.len() / block * bytes];
@@ -134,7 +136,7 @@ impl Ggml {
             }
         });
         let is_finite =
-            values.iter().all(|x| x.is_finite()) && codes.chunks_exact(bytes).all(|block| scale(block, 0).is_finite());
+            values.iter().all(|x| x.is_finite()) && codes.chunks_exact(bytes).all(|block| f16_at(block, 0).is_finite());
         let count = codes.len();
         is_finite.then(|| from_vec(codes, count))
     }
@@ -156,12 +158,12 @@ impl Ggml {
 
     fn decode_block(self, block: &[u8], out: &mut [f32]) {
         match self {
-            Self::Q4_0 => nibbles(&block[2..], 0, out, |n| scale(block, 0) * (n - 8.0)),
-            Self::Q4_1 => nibbles(&block[4..], 0, out, |n| scale(block, 0) * n + scale(block, 2)),
-            Self::Q5_0 => nibbles(&block[6..], word(block, 2), out, |n| scale(block, 0) * (n - 16.0)),
-            Self::Q5_1 => nibbles(&block[8..], word(block, 4), out, |n| scale(block, 0) * n + scale(block, 2)),
+            Self::Q4_0 => nibbles(&block[2..], 0, out, |n| f16_at(block, 0) * (n - 8.0)),
+            Self::Q4_1 => nibbles(&block[4..], 0, out, |n| f16_at(block, 0) * n + f16_at(block, 2)),
+            Self::Q5_0 => nibbles(&block[6..], u32_at(block, 2), out, |n| f16_at(block, 0) * (n - 16.0)),
+            Self::Q5_1 => nibbles(&block[8..], u32_at(block, 4), out, |n| f16_at(block, 0) * n + f16_at(block, 2)),
             Self::Q8_0 => {
-                let d = scale(block, 0);
+                let d = f16_at(block, 0);
                 for (out, &code) in out.iter_mut().zip(&block[2..]) {
                     *out = d * f32::from(code as i8);
                 }
@@ -173,12 +175,13 @@ impl Ggml {
     }
 }
 
-/// The f16 number at byte `at`.
-fn scale(block: &[u8], at: usize) -> f32 {
+/// The f16 number that begins at byte `at`.
+fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-fn word(block: &[u8], at: usize) -> u32 {
+/// The 32-bit word that begins at byte `at`.
+fn u32_at(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
@@ -193,8 +196,10 @@ fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32
     }
 }
 
-/// Scale and minimum of part number `part`. The twelve bytes `scales` contain these two numbers of all eight parts, six
-/// bits each.
+/// The scale s and the minimum t of part number `part`. The twelve bytes `scales` contain these two numbers of all
+/// eight parts, six bits each. The low six bits of bytes 0 to 7 are s, then t, of parts 0 to 3. Bytes 8 to 11 have the
+/// low four bits of s and t of parts 4 to 7; their two high bits are the two high bits of bytes 0 to 3 (s) and 4 to 7
+/// (t).
 fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     let pair = if part < 4 {
         [scales[part] & 63, scales[part + 4] & 63]
@@ -209,10 +214,10 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
 /// the low four bits, the second in the high four bits. Bit j of byte i of `fifth` is the fifth bit of code i of part
 /// j; `fifth` is empty for codes of four bits.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
-    let (d, least) = (scale(block, 0), scale(block, 2));
+    let (d, m) = (f16_at(block, 0), f16_at(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {
-        let [factor, minimum] = part_scales(&block[4..16], part);
-        let (factor, minimum) = (d * factor, least * minimum);
+        let [s, t] = part_scales(&block[4..16], part);
+        let (factor, minimum) = (d * s, m * t);
         let codes = &codes[part / 2 * 32..][..32];
         for (i, out) in out.iter_mut().enumerate() {
             let bit = fifth.get(i).map_or(0, |bits| (bits >> part & 1) << 4);
@@ -224,7 +229,7 @@ fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
 /// Writes the values of a block of sixteen parts of 16 elements. The block has the low four bits of all codes, then the
 /// two high bits of all codes, then the scales of the parts, then the scale of the block.
 fn parts_of_16(block: &[u8], out: &mut [f32]) {
-    let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
+    let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], f16_at(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
         // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. For quarter r of a half

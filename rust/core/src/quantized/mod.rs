@@ -85,7 +85,8 @@ impl Scales {
         }
     }
 
-    fn storages(&self) -> impl Iterator<Item = &Raw> {
+    /// The tensors of the scales.
+    fn tensors(&self) -> impl Iterator<Item = &Raw> {
         let (first, second) = match self {
             Self::Int8(scales) | Self::Fp8(scales) | Self::Nf4(scales) => (Some(scales), None),
             Self::Nested { codes, scales, .. } => (Some(codes), Some(scales)),
@@ -94,14 +95,14 @@ impl Scales {
         first.into_iter().chain(second)
     }
 
-    /// These scales with each tensor replaced by the result of `of` for it.
-    fn map(&self, of: &mut impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
+    /// These scales with `replace(tensor)` in place of each tensor.
+    fn map(&self, replace: &mut impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         Ok(match self {
-            Self::Int8(scales) => Self::Int8(of(scales)?),
-            Self::Fp8(scales) => Self::Fp8(of(scales)?),
-            Self::Nf4(scales) => Self::Nf4(of(scales)?),
+            Self::Int8(scales) => Self::Int8(replace(scales)?),
+            Self::Fp8(scales) => Self::Fp8(replace(scales)?),
+            Self::Nf4(scales) => Self::Nf4(replace(scales)?),
             Self::Nested { codes, scales, offset } => {
-                Self::Nested { codes: of(codes)?, scales: of(scales)?, offset: *offset }
+                Self::Nested { codes: replace(codes)?, scales: replace(scales)?, offset: *offset }
             }
             Self::Ggml(format) => Self::Ggml(*format),
         })
@@ -154,7 +155,7 @@ impl Quantized {
             return Err(Error::argument(OP, "the tensor needs a gradient, which codes cannot have; detach() it"));
         }
         if let Format::Ggml(format) = format {
-            if !format.is_made() {
+            if !format.can_encode() {
                 let text = format!("{} can only be read from GGUF files; quantize to q8_0", format.name());
                 return Err(Error::argument(OP, text));
             }
@@ -263,25 +264,29 @@ impl Quantized {
     /// [`Error::OutOfMemory`] if the copy does not fit.
     pub fn rows_of_nf4(&self, start: usize, count: usize) -> Result<Option<Self>> {
         let ([rows, columns], [part]) = (self.dims, &*self.parts) else { return Ok(None) };
+        // The number of neighbouring elements that share a scale, or the scale of their blocks' scales.
         let shared = match part.scales {
             Scales::Nf4(_) => nf4::BLOCK,
             Scales::Nested { .. } => nf4::BLOCK * nf4::NESTED,
             _ => return Ok(None),
         };
+        // The first element and the number of elements.
         let [first, length] = [start, count].map(|rows| rows * columns);
         if !first.is_multiple_of(shared) || !(length.is_multiple_of(shared) || start + count == rows) {
             return Ok(None);
         }
-        // The elements are copied, because a view would keep the memory of the whole matrix allocated.
-        let cut = |raw: &Raw, each: usize| raw.narrow(0, first / each, length.div_ceil(each))?.force_contiguous();
+        // A copy of these rows' range of `raw`, which has one number for every `each` elements of the matrix. A view
+        // would keep the memory of the whole matrix allocated.
+        let narrowed = |raw: &Raw, each: usize| raw.narrow(0, first / each, length.div_ceil(each))?.force_contiguous();
         let scales = match &part.scales {
             Scales::Nested { codes, scales, offset } => {
-                Scales::Nested { codes: cut(codes, nf4::BLOCK)?, scales: cut(scales, shared)?, offset: *offset }
+                let (codes, scales) = (narrowed(codes, nf4::BLOCK)?, narrowed(scales, shared)?);
+                Scales::Nested { codes, scales, offset: *offset }
             }
-            Scales::Nf4(scales) => Scales::Nf4(cut(scales, nf4::BLOCK)?),
+            Scales::Nf4(scales) => Scales::Nf4(narrowed(scales, nf4::BLOCK)?),
             _ => return Ok(None),
         };
-        let part = Part { rows: count, codes: cut(&part.codes, 2)?, scales };
+        let part = Part { rows: count, codes: narrowed(&part.codes, 2)?, scales };
         Ok(Some(Self::of_parts([count, columns], self.dtype, Arc::new([part]))))
     }
 
@@ -360,9 +365,9 @@ impl Quantized {
     /// Number of bytes of codes and scales.
     pub fn bytes(&self) -> usize {
         let size = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
-        let of_parts =
-            self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>());
-        of_parts.sum::<usize>() + self.transposed.as_ref().map_or(0, |both| size(&both.codes) + size(&both.ones))
+        let of_parts = self.parts.iter().map(|part| size(&part.codes) + part.scales.tensors().map(size).sum::<usize>());
+        let of_transposed = self.transposed.as_ref().map_or(0, |extra| size(&extra.codes) + size(&extra.ones));
+        of_parts.sum::<usize>() + of_transposed
     }
 
     /// The tensors of the matrix, part by part: `codes` and `scales`. A part in NF4 with quantized scales also has
@@ -400,15 +405,15 @@ impl Quantized {
         self.map(|raw| Ok(raw.to_device(device)?))
     }
 
-    /// This matrix with each tensor replaced by the result of `of` for it; calls are always in the same order.
-    pub(crate) fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
+    /// This matrix with `replace(tensor)` in place of each tensor; the calls are always in the same order.
+    pub(crate) fn map(&self, mut replace: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         let mut part = |part: &Part| -> Result<Part> {
-            let codes = of(&part.codes)?;
-            Ok(Part { rows: part.rows, codes, scales: part.scales.map(&mut of)? })
+            let codes = replace(&part.codes)?;
+            Ok(Part { rows: part.rows, codes, scales: part.scales.map(&mut replace)? })
         };
         let parts = self.parts.iter().map(&mut part).collect::<Result<_>>()?;
         let transposed = match &self.transposed {
-            Some(Transposed { codes, ones }) => Some(Transposed { codes: of(codes)?, ones: of(ones)? }),
+            Some(Transposed { codes, ones }) => Some(Transposed { codes: replace(codes)?, ones: replace(ones)? }),
             None => None,
         };
         Ok(Self { dims: self.dims, dtype: self.dtype, parts, transposed })

@@ -51,6 +51,7 @@ const GRAIN: usize = 256;
 /// non-finite.
 pub(super) fn quantize(values: &[f32], nested: bool) -> Option<(Raw, Scales)> {
     let blocks = values.len().div_ceil(BLOCK);
+    // The scale of a block is its largest magnitude.
     let mut largest = vec![0f32; blocks];
     par_chunks_mut(&mut largest, GRAIN, |piece, largest| {
         for (block, largest) in values[piece * GRAIN * BLOCK..].chunks(BLOCK).zip(largest) {
@@ -75,7 +76,9 @@ pub(super) fn quantize(values: &[f32], nested: bool) -> Option<(Raw, Scales)> {
     Some((from_vec(codes, count), scales))
 }
 
+/// Writes the codes of a block whose largest magnitude is `largest`.
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
+    // Keeps the reciprocal finite for a block of zeros.
     let largest = largest.max(1e-38);
     // As in bitsandbytes, the values of an incomplete last block are divided by the scale of the block; the values of
     // other blocks are multiplied by the rounded reciprocal of the scale.

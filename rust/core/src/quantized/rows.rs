@@ -58,8 +58,9 @@ fn to_int8(x: f32) -> i8 {
     round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
-/// The whole number nearest to `x`, ties to even. The magnitude of `x` must be below 2^22. `x + LARGE` is so large that
-/// an f32 has no bits for its fraction. `f32::round_ties_even` would be a function call on processors without SSE 4.1.
+/// The whole number nearest to `x`, ties to even. The magnitude of `x` must be below 2^22. `LARGE` is 1.5 · 2^23, so
+/// `x + LARGE` is between 2^23 and 2^24, where an f32 has no bits for a fraction. `f32::round_ties_even` would be a
+/// function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;
@@ -100,6 +101,7 @@ mod tests {
 
     #[test]
     fn e4m3_numbers_are_not_changed_by_rounding() {
+        // 0x7f is NaN, with either sign.
         for code in (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f) {
             assert_eq!(to_e4m3(from_e4m3(code)), code);
         }
@@ -107,6 +109,7 @@ mod tests {
 
     #[test]
     fn to_e4m3_rounds_to_nearest_and_ties_to_even() {
+        // 0x7e is the code of the largest number, 448.
         for code in 0..0x7eu8 {
             let (low, high) = (from_e4m3(code), from_e4m3(code + 1));
             let middle = (low + high) / 2.0;

@@ -29,23 +29,23 @@ impl Quantized {
         })
     }
 
-    /// Whether the matrix has so many elements that a product dequantizes some rows at a time. False if the codes
-    /// cannot be split by rows.
+    /// Whether the matrix has so many elements that a product on a GPU dequantizes some rows at a time. False if the
+    /// codes cannot be split by rows, or if they fit into a few panels.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Calls `see` once for each panel, a group of consecutive rows, with the index of the panel's first row and the
+    /// Calls `visit` once for each panel, a group of consecutive rows, with the index of the panel's first row and the
     /// panel's values. The panels cover all rows. The size of a panel is bounded, except on a GPU if the codes cannot
     /// be split by rows: then one panel has all rows.
-    pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
+    pub(crate) fn panels(&self, dtype: DType, mut visit: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
         let size = if self.device().is_cpu() { CPU_PANEL } else { GPU_PANEL };
         let panel = if cannot_narrow { rows.max(1) } else { (size / columns.max(1)).max(1) };
         for start in (0..rows).step_by(panel) {
             let count = panel.min(rows - start);
-            see(start, &self.values_of(start, count, dtype)?)?;
+            visit(start, &self.values_of(start, count, dtype)?)?;
         }
         Ok(())
     }
@@ -62,13 +62,14 @@ impl Quantized {
     /// Computes dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of
     /// rows are summed in f32, or in f64 if `dx` is f64.
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
-        let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };
+        let sum_dtype = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let sums_in_place = dx.dtype() == sum_dtype;
+        let sum = if sums_in_place { dx.clone() } else { compute::zeros(dx.dims(), sum_dtype, dx.device())? };
         self.panels(g.dtype(), |start, weight| {
             let g = g.narrow(1, start, weight.dims()[0])?;
             compute::write_products(&[[&sum, &g, weight]], 1.0, start > 0)
         })?;
-        if dx.dtype() == wide { Ok(()) } else { compute::copy_into(dx, &sum) }
+        if sums_in_place { Ok(()) } else { compute::copy_into(dx, &sum) }
     }
 
     /// The values of `count` rows from row `start` on.
@@ -95,11 +96,11 @@ impl Quantized {
     pub fn join(matrices: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
         let Self { dims, dtype, parts, .. } = Self::cat(matrices)?;
         let format = parts.first().map(|part| part.scales.format());
-        let has_scales = |part: &Part| {
+        let can_join = |part: &Part| {
             part.row_scales().is_some_and(|scales| scales.elem_count() == part.rows)
                 && Some(part.scales.format()) == format
         };
-        if !parts.iter().all(has_scales) {
+        if !parts.iter().all(can_join) {
             return Ok(None);
         }
         let scales = parts.iter().filter_map(Part::row_scales).map(|scales| Ok(scales.flatten_all()?));
@@ -129,13 +130,13 @@ impl Quantized {
     /// split by rows.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
-        let of_rows = |scales: &Raw| {
+        let pick_scales = |scales: &Raw| {
             // A single scale for all rows is kept.
             if scales.elem_count() == 1 { Ok(scales.clone()) } else { pick(&scales.flatten_all()?) }
         };
         let scales = match &part.scales {
-            Scales::Int8(scales) => Scales::Int8(of_rows(scales)?),
-            Scales::Fp8(scales) => Scales::Fp8(of_rows(scales)?),
+            Scales::Int8(scales) => Scales::Int8(pick_scales(scales)?),
+            Scales::Fp8(scales) => Scales::Fp8(pick_scales(scales)?),
             Scales::Ggml(format) => Scales::Ggml(*format),
             Scales::Nf4(_) | Scales::Nested { .. } => return Ok(None),
         };

@@ -235,6 +235,7 @@ impl HeldWeight {
         }
     }
 
+    /// The weight on its device; for a streamed weight, the copy that the device has while the weight's block runs.
     fn held(&self) -> Result<Held> {
         Ok(match self {
             Self::Plain(saved) => Held::Plain(saved.get()?),
@@ -255,8 +256,10 @@ enum Held {
 }
 
 impl Quantized {
+    /// [`HeldWeight::add_input_gradient`] for a quantized weight.
     fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
         match self.input_gradient_of_codes(grad)? {
+            // Nothing else uses the product, so later gradients can be added to it in place.
             Some(product) => context.add_pending(0, Pending::new(product.reshape(shape)?, true)),
             None => context.add_product(0, shape, grad.dtype(), [grad, &self.values(grad.dtype())?], 1.0),
         }

@@ -44,8 +44,8 @@ fn cpu_len(storage: &CpuStorage) -> usize {
 }
 
 /// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in
-/// memory: the stride of heads is smaller than that of positions, and there is more than one position. A transposed view of a contiguous tensor of shape
-/// `[.., positions, heads * features]` has this layout.
+/// memory: the stride of heads is smaller than that of positions, and there is more than one position. A transposed
+/// view of a contiguous tensor of shape `[.., positions, heads * features]` has this layout.
 pub fn heads_are_adjacent(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]

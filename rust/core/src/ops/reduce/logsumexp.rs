@@ -48,8 +48,8 @@ impl Binary for LogPlus {
     }
 }
 
-/// a e^(b - c): the gradient of the element b, where c is the log-sum-exp and a its gradient. If c is -∞, all elements are
-/// -∞; the result is then 0, not NaN.
+/// a e^(b - c): the gradient of the element b, where c is the log-sum-exp and a its gradient. If c is -∞, all elements
+/// are -∞; the result is then 0, not NaN.
 #[derive(Clone, Copy)]
 struct TimesExpDifference;
 

@@ -51,8 +51,8 @@ struct Reduction {
 }
 
 impl Reduction {
-    /// The reduction of a floating-point `x` over `dims`. Another dtype, a dimension that `x` does not have, or one that
-    /// is named twice is an error.
+    /// The reduction of a floating-point `x` over `dims`. Another dtype, a dimension that `x` does not have, or one
+    /// that is named twice is an error.
     fn of_floats(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         if !is_float(x.dtype()) {
             return Err(Error::dtype(
@@ -63,8 +63,8 @@ impl Reduction {
         Self::of(op, x, dims)
     }
 
-    /// The reduction of `x`, of any dtype, over `dims`. A dimension that `x` does not have, or one that is named twice, is
-    /// an error.
+    /// The reduction of `x`, of any dtype, over `dims`. A dimension that `x` does not have, or one that is named twice,
+    /// is an error.
     fn of(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         let input = x.dims().to_vec();
         let mut keepdim_shape = input.clone();

@@ -1,4 +1,5 @@
-//! The CPU form of softmax and log-softmax. It works row by row, so that a row stays in the cache between the loops over its elements.
+//! The CPU form of softmax and log-softmax. It works row by row, so that a row stays in the cache between the loops
+//! over its elements.
 
 use std::mem::MaybeUninit;
 

@@ -1,6 +1,7 @@
-//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0, a kernel or cuBLASLt
-//! computes the products and scales the sums itself: the kernel for int8 and, if its tiles fill the GPU, for e4m3.
-//! Elsewhere cuBLASLt computes the sums, and another kernel scales them.
+//! The CUDA form of W8A8. Kernels of `kernels/codes.cu` and `kernels/geglu_codes.cu` round matrices to codes. On
+//! compute capability 9.0, one call then computes the sums of products and scales them: the kernel of `hopper` for
+//! int8, and for e4m3 if its tiles fill the GPU; otherwise cuBLASLt (`scaled`). On other GPUs, cuBLASLt computes the
+//! sums, and a kernel of `kernels/codes.cu` scales them.
 
 mod hopper;
 mod scaled;
@@ -33,7 +34,7 @@ const FEWEST_ROWS: usize = 256;
 const TILE: usize = 64;
 /// Number of threads of a thread block.
 const BLOCK: u32 = 256;
-/// How many packs (16 bytes of neighbouring elements) of a row each thread rounds.
+/// How many packs (16 bytes of neighbouring elements) of a row each thread holds in registers and rounds.
 const HELD: usize = 2;
 
 /// A matrix rounded to codes, with a scale for each row.
@@ -47,6 +48,7 @@ struct Rounded {
 }
 
 impl Quantized {
+    /// The type of the codes.
     fn kind(&self) -> Codes {
         if self.format() == Format::Int8 { Codes::Int8 } else { Codes::E4m3 }
     }
@@ -77,7 +79,7 @@ impl Rounded {
         Ok(Self { codes, scales: empty(OP, gpu, &[rows], DType::F32)?, rows, columns })
     }
 
-    /// Round `x` (rows, columns).
+    /// Rounds each row of `x` (rows, columns).
     fn new(gpu: &Gpu, kind: Codes, x: &Raw) -> Result<Self> {
         let x = aligned(x)?;
         let rounded = Self::unset(gpu, x.dims()[0], x.dims()[1])?;
@@ -95,7 +97,7 @@ impl Rounded {
         Ok(rounded)
     }
 
-    /// Round the GEGLU of `y` (rows, 2 columns); `None` if its rows are too long for the kernel.
+    /// Rounds each row of the GEGLU of `y` (rows, 2 · columns); `None` if its rows are too long for the kernel.
     fn geglu(gpu: &Gpu, kind: Codes, y: &Raw) -> Result<Option<Self>> {
         if y.dims()[1] / 2 > longest(y.dtype()) {
             return Ok(None);
@@ -116,8 +118,9 @@ impl Rounded {
         Ok(Some(rounded))
     }
 
-    /// Round the gradient of `y` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner). `grad` is the gradient
-    /// of the GEGLU of `y`. `None` if rows are too long for the kernel, or `w` has several parts.
+    /// Rounds each row of the gradient of `y` (rows, columns), whose columns are first multiplied by the scales of the
+    /// rows of `w` (columns, inner). `grad` is the gradient of the GEGLU of `y`. `None` if rows are too long for the
+    /// kernel, or `w` has several parts.
     fn geglu_gradient(gpu: &Gpu, w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Self>> {
         let Some(column_scales) = (if let [part] = &w.parts[..] { part.row_scales() } else { None }) else {
             return Ok(None);
@@ -140,14 +143,14 @@ impl Rounded {
             scales: output(OP, &rounded.scales)?,
         };
         let shape = Shape::teams(rounded.rows, width, HELD, y.dtype());
-        // SAFETY: y and its gradient are dense, codes and scales have their rows, and w has a row, and a scale or one scale for all
-        // rows, for each column of y.
+        // SAFETY: y and the gradient of its GEGLU are dense, and codes and scales have their rows. For each column of
+        // y, w has a row, and a scale of this row or one scale for all rows.
         unsafe { gpu.function(&GEGLU_CODES_BACKWARD, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
         Ok(Some(rounded))
     }
 
-    /// Round the gradient `g` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner). Fill `turned`, if given,
-    /// with the transposed codes of `w` and with ones.
+    /// Rounds each row of the gradient `g` (rows, columns), whose columns are first multiplied by the scales of the
+    /// rows of `w` (columns, inner). Fills `turned`, if given, with the transposed codes of `w` and with ones.
     fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, turned: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
         let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
@@ -171,40 +174,42 @@ impl Rounded {
             ones: optional_output(OP, turned.map(|turned| &turned.ones))?,
         };
         let mut shape = Shape::teams(rounded.rows, rounded.columns, HELD, g.dtype());
+        // The blocks of these tiles transpose, the others round.
         shape.grid[0] += count32(OP, tiles)?;
-        // SAFETY: g is dense, codes and scales have its rows, the parts of w have a row for each of its columns, and the
-        // results have room for all codes of w.
+        // SAFETY: g is dense, codes and scales have its rows, the parts of w have a row for each of its columns, and
+        // the results have room for all codes of w.
         unsafe { gpu.function(&QUANTIZE_GRADIENT, suffix(OP, g.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
         Ok(rounded)
     }
 
-    /// Computes X Wᵀ, where X are these codes and W are the codes (n, columns) at the address `w`. Multiplies the sums by the scales
-    /// of X and of `to`, adds the bias, and writes the result to n columns of `to.y`. Returns false if the device has no 8-bit
-    /// products.
+    /// Computes X Wᵀ, where X are these codes and W are the codes (n, columns) at the address `w`. Multiplies the sums
+    /// by the scales of X and of `to`, adds the bias, and writes the result to n columns of `to.y`. Returns false if
+    /// the device has no 8-bit products.
     fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
-        let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
-        let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
+        // A sum has four bytes: an i32 for int8 codes, an f32 for e4m3. `DType::U32` stands for both.
+        let rows_at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
+        let sums = empty(OP, gpu, &[rows_at_once.min(self.codes.dims()[0]), n], DType::U32)?;
         let (dtype, stride) = (to.y.dtype(), to.y.dims()[1]);
         let size = dtype.size_in_bytes();
         let codes = address(OP, &self.codes)?;
-        for first in (0..self.rows).step_by(at_once) {
-            let rows = at_once.min(self.rows - first);
+        for first in (0..self.rows).step_by(rows_at_once) {
+            let rows = rows_at_once.min(self.rows - first);
             let x = codes + (first * self.columns) as u64;
             let sizes = [rows.next_multiple_of(MULTIPLE), n, self.columns];
-            // SAFETY: the codes have these rows (rows beyond `self.rows` are uninitialised, and their sums are not read), and `sums` has
-            // room for the products.
+            // SAFETY: the codes have these rows (rows beyond `self.rows` are uninitialised, and their sums are not
+            // read), and `sums` has room for the sums of all these products.
             if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
                 return Ok(false);
             }
-            let moved = |raw: &Raw, elements: usize| -> Result<u64> {
-                Ok(address(OP, raw)? + (elements * raw.dtype().size_in_bytes()) as u64)
+            let address_of = |raw: &Raw, element: usize| -> Result<u64> {
+                Ok(address(OP, raw)? + (element * raw.dtype().size_in_bytes()) as u64)
             };
             let arguments = ScaleSums {
                 sums: input(OP, &sums)?,
-                row_scales: Const::new(moved(&self.scales, first)?, element(DType::F32)),
+                row_scales: Const::new(address_of(&self.scales, first)?, element(DType::F32)),
                 column_scales: to.scales.map_or(Const::NULL, |(at, _)| Const::new(at, element(DType::F32))),
                 bias: match to.bias {
-                    Some(bias) => Const::new(moved(bias, to.start)?, element(dtype)),
+                    Some(bias) => Const::new(address_of(bias, to.start)?, element(dtype)),
                     None => Const::NULL,
                 },
                 rows: count32(OP, rows)?,
@@ -214,6 +219,7 @@ impl Rounded {
                 is_integer: u32::from(kind == Codes::Int8),
                 out: Mut::new(address(OP, to.y)? + ((first * stride + to.start) * size) as u64, element(dtype)),
             };
+            // A thread scales eight sums in each iteration of its loop.
             let blocks = (rows * n / 8).div_ceil(BLOCK as usize).min(16 * gpu.multiprocessors());
             let shape = Shape { grid: [count32(OP, blocks)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
             // SAFETY: the rows are within y, scales and sums; the columns in y, the bias and the column scales.
@@ -223,7 +229,7 @@ impl Rounded {
     }
 }
 
-/// The largest number of elements of a GEGLU's row that the kernels round.
+/// The largest number of elements in a row of a GEGLU that the kernels can round.
 fn longest(dtype: DType) -> usize {
     TEAM * HELD * wide(dtype)
 }
@@ -240,7 +246,8 @@ struct Columns<'a> {
     y: &'a Raw,
     /// The first column of y that the product is written to.
     start: usize,
-    /// Address and number of the scales of these columns. A single scale is for all columns. `None`: the columns have no scales.
+    /// Address and number of the scales of these columns. A single scale is for all columns. `None`: the columns have
+    /// no scales.
     scales: Option<(u64, u32)>,
     /// The bias of all columns of y, dense.
     bias: Option<&'a Raw>,
@@ -272,6 +279,7 @@ pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, addends: Addends<'_>) -> 
     product_of_rounded(gpu, w, &x, addends, y.dtype())
 }
 
+/// Computes x Wᵀ plus `addends` from the rounded x; returns `None` as [`product`] does.
 fn product_of_rounded(
     gpu: &Gpu,
     w: &Quantized,
@@ -338,7 +346,7 @@ fn gradient_of_rounded(
         return Ok(Some(dx));
     }
     if scaled::is_possible(gpu, kind, dtype)
-        && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default(), false)?
+        && scaled::write_product(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default(), false)?
     {
         return Ok(Some(dx));
     }

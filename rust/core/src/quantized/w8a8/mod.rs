@@ -11,8 +11,9 @@
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
 //! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
-//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. A result is rounded once to its dtype. The backward
-//! pass ignores that x was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
+//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. A result is rounded once to its dtype, and once
+//! more if a residual is added. The backward pass ignores that x was rounded: the gradient passes the rounding
+//! unchanged (a straight-through estimator).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -27,14 +28,14 @@ use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
 
-/// A matrix's number of columns and each part's number of rows must be multiples of this number, because 8-bit products on tensor
-/// cores require it.
+/// A matrix's number of columns and each part's number of rows must be multiples of this number, because 8-bit products
+/// on tensor cores require it.
 pub(crate) const MULTIPLE: usize = 16;
 /// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
 
-/// The rows of a matrix as codes: u8, (rows rounded up to a multiple of [`MULTIPLE`], columns), where rows beyond the matrix are
-/// uninitialised; and their scales: f32, (rows).
+/// The rows of a matrix as codes: u8, (rows rounded up to a multiple of [`MULTIPLE`], columns), where rows beyond the
+/// matrix are uninitialised; and their scales: f32, (rows).
 pub(crate) type CodeRows = [Raw; 2];
 
 /// What is added to a product x Wᵀ.
@@ -63,8 +64,8 @@ pub(super) struct Transposed {
 
 impl Quantized {
     /// Whether the product of this matrix and a matrix of `rows` rows and dtype `dtype` multiplies codes. It does if
-    /// [`set_w8a8`](compute::set_w8a8) has enabled this, `rows` is not 0, `dtype` is not f64, there are at most 8 parts,
-    /// all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
+    /// [`set_w8a8`](compute::set_w8a8) has enabled this, `rows` is not 0, `dtype` is not f64, there are at most 8
+    /// parts, all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
     pub(crate) fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         uses_w8a8()
             && rows > 0
@@ -72,6 +73,7 @@ impl Quantized {
             && self.has_products_of_codes()
     }
 
+    /// Whether the matrix alone allows products of codes; see [`multiplies_codes`](Self::multiplies_codes).
     fn has_products_of_codes(&self) -> bool {
         let format = self.format();
         matches!(format, Format::Int8 | Format::Fp8)
@@ -80,9 +82,9 @@ impl Quantized {
             && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
     }
 
-    /// The same matrix, which also keeps its codes transposed. The gradient of an input, as a product of codes on a GPU, reads
-    /// transposed codes; without them it transposes the codes each time. They take one byte an element. A matrix whose codes are
-    /// never multiplied does not change.
+    /// The same matrix, which also keeps its codes transposed. On a GPU, the product of codes for an input's gradient
+    /// reads transposed codes; if the matrix does not keep them, each such product transposes the codes first. They
+    /// take one byte per element. A matrix whose codes are never multiplied does not change.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the codes do not fit.
@@ -90,8 +92,8 @@ impl Quantized {
         if !self.has_products_of_codes() {
             return Ok(self.clone());
         }
-        let turn = |part: &Part| Ok(part.codes.reshape((part.rows, self.dims[1]))?.t()?);
-        let parts = self.parts.iter().map(turn).collect::<Result<Vec<Raw>>>()?;
+        let transpose = |part: &Part| Ok(part.codes.reshape((part.rows, self.dims[1]))?.t()?);
+        let parts = self.parts.iter().map(transpose).collect::<Result<Vec<Raw>>>()?;
         let codes = compute::cat(&parts.iter().collect::<Vec<_>>(), 1)?;
         let ones = from_vec(vec![1f32; self.dims[1]], self.dims[1]).to_device(self.device())?;
         Ok(Self { transposed: Some(Transposed { codes, ones }), ..self.clone() })
@@ -158,6 +160,7 @@ impl Quantized {
         })
     }
 
+    /// [`product_of_codes`](Self::product_of_codes) on the CPU, which multiplies f32 values that codes represent.
     fn product_on_cpu(&self, x: &Raw, Addends { bias, residual }: Addends<'_>) -> Result<Raw> {
         let x_rounded = self.rounded(x, None)?;
         let y = compute::unset("linear", &x_rounded, &[x.dims()[0], self.dims[0]])?;
@@ -170,19 +173,22 @@ impl Quantized {
         residual.map_or_else(|| Ok(y.clone()), |residual| compute::binary(&y, residual, Add))
     }
 
+    /// [`input_gradient_of_codes`](Self::input_gradient_of_codes) on the CPU, which multiplies f32 values that codes
+    /// represent.
     fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {
+        // The scale of each row of W, which is a column of g.
         let mut scales = Vec::with_capacity(self.dims[0]);
         for part in self.parts.iter() {
-            let found =
+            let part_scales =
                 part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
-            scales.extend((0..part.rows).map(|row| if let [scale] = found[..] { scale } else { found[row] }));
+            scales.extend((0..part.rows).map(|row| if let [one] = part_scales[..] { one } else { part_scales[row] }));
         }
         let g_rounded = self.rounded(g, Some(&scales))?;
         compute::cast(&compute::matmul(&g_rounded, &self.numbers().values(DType::F32)?)?, g.dtype())
     }
 
-    /// `matrix` in f32, multiplied by `column_scales` if given, and each row rounded to the values that 8-bit codes with one scale
-    /// represent.
+    /// `matrix` in f32: each column is multiplied by its scale in `column_scales`, if given; then each row is rounded
+    /// to values that 8-bit codes with one scale represent.
     fn rounded(&self, matrix: &Raw, column_scales: Option<&[f32]>) -> Result<Raw> {
         let dims = [matrix.dims()[0], matrix.dims()[1]];
         let values = compute::contiguous(&compute::cast(matrix, DType::F32)?)?;

@@ -10,17 +10,19 @@ use crate::cuda::tensor_map::{Encoder, NO_MAP};
 use crate::cuda::{Codes, Gpu};
 use crate::{Raw, Result};
 
-/// Rows of a block's tile, and the codes of a row that one stage holds.
+/// The number of rows of a block's tile.
 const ROWS: usize = 128;
+/// How many codes of each row of x and W one stage holds. A stage is a buffer in shared memory.
 const STEP: usize = 128;
-/// The work on a tile besides its products takes about as long as the products of this many columns: the tile's rows are
-/// copied and read however many columns it has.
-const REST: usize = 100;
+/// The work on a tile besides its products takes about as long as the products of this many columns, whatever the
+/// number of the tile's columns: the tile's rows are copied and read.
+const OVERHEAD_COLUMNS: usize = 100;
 
-/// A kernel: the columns of a block's tile, the number of stages, and the end of its name.
+/// A kernel, described by the tile of the result that each of its blocks computes at a time.
 struct Tile {
     columns: usize,
     stages: usize,
+    /// The end of the kernel's name before the dtype.
     name: &'static str,
 }
 
@@ -33,38 +35,41 @@ const INT8_TILES: [Tile; 4] = [
 ];
 
 impl Tile {
-    /// The number of clusters for all tiles, if each computes two tiles, one below the other.
+    /// The number of clusters for all tiles of the result, if each cluster (of two blocks) computes two tiles, one
+    /// below the other. `rows` is the number of rows of the result; its columns are the rows of `parts`.
     fn clusters(&self, rows: usize, parts: &[CodePart]) -> usize {
-        let columns = |part: &CodePart| (part.rows as usize).div_ceil(self.columns);
-        rows.div_ceil(2 * ROWS) * parts.iter().map(columns).sum::<usize>()
+        let tiles_across = |part: &CodePart| (part.rows as usize).div_ceil(self.columns);
+        rows.div_ceil(2 * ROWS) * parts.iter().map(tiles_across).sum::<usize>()
     }
 
-    /// Bytes of the stages, of their barriers, and of the factors and addends of two tiles' columns.
-    const fn shared(&self) -> u32 {
+    /// Bytes of shared memory: the stages, 16 bytes of barriers for each stage, and for each column 16 bytes of scales
+    /// and biases (two f32 for each of two tiles).
+    const fn shared_bytes(&self) -> u32 {
         (self.stages * ((ROWS + self.columns) * STEP + 16) + 16 * self.columns) as u32
     }
 }
 
-/// The kernel for a product with `rows` rows, on a device that computes `most` clusters at a time; `None` if cuBLASLt is
-/// expected to be faster.
+/// The kernel for a product with `rows` rows, on a device that computes `most_clusters` clusters at a time; `None` if
+/// cuBLASLt is expected to be faster.
 ///
-/// For int8, this is the kernel that is expected to take the least time. For e4m3 there is one kernel. It is faster than
-/// cuBLASLt, which has tiles of 128 columns, if its clusters keep the device busy for one or two rounds: then cuBLASLt's
-/// tiles leave a part of the device idle. Measured with the sizes of SDXL and Flux.
-fn choose(kind: Codes, rows: usize, parts: &[CodePart], most: usize) -> Option<&'static Tile> {
-    let rounds = |tile: &Tile| tile.clusters(rows, parts).div_ceil(most);
+/// For int8, this is the kernel that is expected to take the least time. For e4m3 there is one kernel. It is faster
+/// than cuBLASLt, which has tiles of 128 columns, if its clusters fill at least 7/8 of one or two rounds: then
+/// cuBLASLt's tiles leave a part of the device idle. In a round, the device computes `most_clusters` clusters. Measured
+/// with the sizes of SDXL and Flux.
+fn choose(kind: Codes, rows: usize, parts: &[CodePart], most_clusters: usize) -> Option<&'static Tile> {
+    let rounds = |tile: &Tile| tile.clusters(rows, parts).div_ceil(most_clusters);
     match kind {
-        Codes::Int8 => INT8_TILES.iter().min_by_key(|tile| rounds(tile) * (tile.columns + REST)),
+        Codes::Int8 => INT8_TILES.iter().min_by_key(|tile| rounds(tile) * (tile.columns + OVERHEAD_COLUMNS)),
         Codes::E4m3 => {
             let (clusters, rounds) = (NARROW.clusters(rows, parts), rounds(&NARROW));
-            (rounds <= 2 && 8 * clusters >= 7 * rounds * most).then_some(&NARROW)
+            (rounds <= 2 && 8 * clusters >= 7 * rounds * most_clusters).then_some(&NARROW)
         }
     }
 }
 
-/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of
-/// products of codes, times the scales of its row and column, plus the bias, rounded; then the residual is added. Returns
-/// false if the device or the dtype is not supported, or if cuBLASLt is expected to be faster.
+/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the first `count` parts. An element of y is
+/// the sum of products of codes, times the scales of its row and column, plus the bias, rounded; then the residual is
+/// added. Returns false if the device or the dtype is not supported, or if cuBLASLt is expected to be faster.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -76,20 +81,22 @@ pub(super) fn product(
     if !gpu.runs_hopper_kernels() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
         return Ok(false);
     }
-    let most = (gpu.multiprocessors() / 2).max(1);
+    // A cluster has two blocks, and a multiprocessor runs one block at a time.
+    let most_clusters = (gpu.multiprocessors() / 2).max(1);
     let list = &parts.list[..count];
-    let Some(tile) = choose(kind, x.rows, list, most) else { return Ok(false) };
+    let Some(tile) = choose(kind, x.rows, list, most_clusters) else { return Ok(false) };
     let encoder = Encoder::new(OP, DType::U8)?;
     let inner = x.columns as u64;
     let map = |at: Address, rows: u64, box_rows: usize| {
         encoder.boxes(at, [inner, 1, rows], [STEP as u32, 1, box_rows as u32])
     };
     let mut w: [TensorMap; MOST_PARTS] = [NO_MAP; MOST_PARTS];
+    // Each of a cluster's two blocks copies half of the tile's columns for both.
     for (part, place) in list.iter().zip(&mut w).filter(|(part, _)| part.rows > 0) {
         *place = map(part.codes, u64::from(part.rows), tile.columns / 2)?;
     }
     let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64, ROWS)?, w };
-    let clusters = tile.clusters(x.rows, list).clamp(1, most);
+    let clusters = tile.clusters(x.rows, list).clamp(1, most_clusters);
     let arguments = Arguments {
         out: output(OP, y)?,
         bias: optional_input(OP, bias)?,
@@ -102,7 +109,8 @@ pub(super) fn product(
         stride: count32(OP, y.dims()[1])?,
         count: count32(OP, count)?,
     };
-    let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: tile.shared() };
+    // Two warpgroups multiply, and one copies.
+    let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [3 * 128, 1, 1], shared: tile.shared_bytes() };
     let name = match kind {
         Codes::Int8 => "product_of_codes_int8",
         Codes::E4m3 => "product_of_codes_e4m3",

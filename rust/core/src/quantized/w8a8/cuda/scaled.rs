@@ -1,4 +1,4 @@
-//! Products of e4m3 codes on compute capability 9.0, whose sums cuBLASLt scales as it writes them.
+//! Products of e4m3 codes by cuBLASLt on compute capability 9.0. cuBLASLt scales the sums before it writes them.
 
 use candle_core::DType;
 
@@ -11,12 +11,13 @@ use crate::{Raw, Result, compute};
 /// cuBLASLt expects the addresses of vectors of scales to be multiples of this many bytes.
 const ALIGNMENT: u64 = 16;
 
-/// The most products that cuBLASLt may add with fewer bits than those of f32 ("fast accumulation").
+/// The largest number of products in a sum that cuBLASLt may compute with fewer bits than f32 has ("fast
+/// accumulation").
 ///
-/// The relative error of sums of this many products with random signs is then 7e-4. That is little beside the roundings:
-/// that of the factors to e4m3 changes the sums by 4e-2, that of the sums to bf16 by 1e-3. Tensor cores cut bits off, so
-/// sums of products with equal signs are too small: sums of this many by 2 %, sums of 5,120 by 9 %. Measured on an H200 on
-/// 2026-11-27. torchao adds up results fast and gradients in f32, too:
+/// Sums of this many products with random signs then have a relative error of 7e-4. That is little beside the errors
+/// from rounding the factors to e4m3 (4e-2) and the sums to bf16 (1e-3). Tensor cores truncate, so sums of products
+/// with equal signs are too small: sums of this many products by 2 %, sums of 5,120 by 9 %. Measured on an H200 on
+/// 2026-11-27. Like this file, torchao uses fast accumulation for results and f32 for gradients:
 /// <https://github.com/pytorch/ao/blob/024fe94fd86a94f43be1f0dd62201bd92a313dcb/torchao/float8/config.py>.
 const FAST_TERMS: usize = 1280;
 
@@ -25,8 +26,8 @@ pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
     kind == Codes::E4m3 && gpu.runs_hopper_kernels() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Write the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the scales
-/// of its row and column, plus the addends. Returns false if the device, format or dtype is not supported.
+/// Writes the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the
+/// scales of its row and column, plus the addends. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -40,18 +41,18 @@ pub(super) fn product(
         return Ok(false);
     }
     let mut start = 0;
-    for of in w.parts.iter().filter(|part| part.rows > 0) {
-        let Some(scales) = vector(of)? else { return Ok(false) };
-        if !part(gpu, x, (&of.codes, &scales), (y, start), addends, is_fast)? {
+    for part in w.parts.iter().filter(|part| part.rows > 0) {
+        let Some(scales) = scale_vector(part)? else { return Ok(false) };
+        if !write_product(gpu, x, (&part.codes, &scales), (y, start), addends, is_fast)? {
             return Ok(false);
         }
-        start += of.rows;
+        start += part.rows;
     }
     Ok(true)
 }
 
-/// A scale for each row of a part.
-fn vector(part: &Part) -> Result<Option<Raw>> {
+/// A scale for each row of a part, at an address that cuBLASLt accepts; `None` if the part does not have 8-bit codes.
+fn scale_vector(part: &Part) -> Result<Option<Raw>> {
     let Some(scales) = part.row_scales() else { return Ok(None) };
     if scales.elem_count() != part.rows {
         return compute::contiguous(&scales.broadcast_as(part.rows)?).map(Some);
@@ -60,10 +61,10 @@ fn vector(part: &Part) -> Result<Option<Raw>> {
     if is_aligned { Ok(Some(scales.clone())) } else { crate::raw::own_copy(scales).map(Some) }
 }
 
-/// Write the product of `x` with codes (n, columns) and their scales (n) to the columns of `y` from `start` on. `addends`
-/// are those of all columns of `y`. With `is_fast`, sums may have fewer bits: see [`FAST_TERMS`]. Returns false if cuBLASLt
-/// does not support the product.
-pub(super) fn part(
+/// Writes the product of `x` with codes (n, columns) and their scales (n) to n columns of `y` from column `start` on.
+/// `addends` are those of all columns of `y`. With `is_fast`, sums may have fewer bits: see [`FAST_TERMS`]. Returns
+/// false if cuBLASLt does not support the product.
+pub(super) fn write_product(
     gpu: &Gpu,
     x: &Rounded,
     (codes, scales): (&Raw, &Raw),
@@ -72,15 +73,17 @@ pub(super) fn part(
     is_fast: bool,
 ) -> Result<bool> {
     let dtype = y.dtype();
-    let moved = |raw: &Raw| -> Result<u64> { Ok(address(OP, raw)? + (start * raw.dtype().size_in_bytes()) as u64) };
+    // The address of column `start` of a matrix's first row, or of element `start` of a vector.
+    let from_start =
+        |raw: &Raw| -> Result<u64> { Ok(address(OP, raw)? + (start * raw.dtype().size_in_bytes()) as u64) };
     let operands = Scaled {
         x: address(OP, &x.codes)?,
         x_scales: address(OP, &x.scales)?,
         w: address(OP, codes)?,
         w_scales: address(OP, scales)?,
-        bias: addends.bias.map(moved).transpose()?,
-        addend: addends.residual.map(moved).transpose()?,
-        y: moved(y)?,
+        bias: addends.bias.map(from_start).transpose()?,
+        addend: addends.residual.map(from_start).transpose()?,
+        y: from_start(y)?,
         stride: y.dims()[1],
         is_fast,
     };
