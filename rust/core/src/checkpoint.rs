@@ -116,9 +116,9 @@ where
         state: Mutex::default(),
     });
     let scope = Scope::enter(Recorder::Record(Recording::new(region.clone())));
-    let noting = rng::Noting::begin();
+    let recording = rng::Recording::begin();
     let outputs = (region.function)(&owned)?;
-    let draws = noting.finish();
+    let draws = recording.finish();
     if let Some(Recorder::Record(recording)) = scope.leave() {
         region.seal(recording, draws);
     }
@@ -270,7 +270,7 @@ impl Region {
             kept,
             selective,
         }));
-        let repeating = rng::Replay::begin(draws);
+        let repeating = rng::Repeating::begin(draws);
         let outcome = (self.function)(&inputs);
         let draws_differ = repeating.finish();
         let Some(Recorder::Recompute(recomputing)) = scope.leave() else { return Err(nondeterministic()) };

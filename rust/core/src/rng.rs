@@ -17,7 +17,7 @@ use crate::raw::{Raw, check_allocation_on, from_vec};
 use crate::{Error, Result};
 
 pub use purpose::Purpose;
-pub(crate) use scope::{Draw, Noting, Replay, advance};
+pub(crate) use scope::{Draw, Recording, Repeating, advance};
 pub use scope::{Stream, manual_seed, set_state, state};
 pub use state::State;
 

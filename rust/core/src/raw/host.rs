@@ -24,19 +24,19 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
     }
-    fn moved<T: WithDType>(raw: &Raw) -> Result<Raw> {
+    fn downloaded<T: WithDType>(raw: &Raw) -> Result<Raw> {
         Ok(from_vec(download::<T>(raw)?, raw.shape()))
     }
     match raw.dtype() {
-        DType::U8 => moved::<u8>(raw),
-        DType::U32 => moved::<u32>(raw),
-        DType::I16 => moved::<i16>(raw),
-        DType::I32 => moved::<i32>(raw),
-        DType::I64 => moved::<i64>(raw),
-        DType::BF16 => moved::<half::bf16>(raw),
-        DType::F16 => moved::<half::f16>(raw),
-        DType::F32 => moved::<f32>(raw),
-        DType::F64 => moved::<f64>(raw),
+        DType::U8 => downloaded::<u8>(raw),
+        DType::U32 => downloaded::<u32>(raw),
+        DType::I16 => downloaded::<i16>(raw),
+        DType::I32 => downloaded::<i32>(raw),
+        DType::I64 => downloaded::<i64>(raw),
+        DType::BF16 => downloaded::<half::bf16>(raw),
+        DType::F16 => downloaded::<half::f16>(raw),
+        DType::F32 => downloaded::<f32>(raw),
+        DType::F64 => downloaded::<f64>(raw),
         other => Err(Error::dtype("to_cpu", format!("dtype {} is not supported", other.as_str()))),
     }
 }
@@ -70,18 +70,18 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     Ok(to_cpu(raw)?.flatten_all()?.to_vec1::<T>()?)
 }
 
-/// Call `with` with the bytes of all elements in row-major order, in the byte order of this machine. A contiguous
-/// tensor on the CPU is not copied; its storage is locked against writes until `with` returns.
+/// Calls `visit` with the bytes of all elements in row-major order, in the byte order of this machine. A contiguous
+/// tensor on the CPU is not copied; its storage is locked against writes until `visit` returns.
 ///
 /// # Errors
 /// As [`to_cpu`].
-pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
+pub fn with_bytes<R>(raw: &Raw, visit: impl FnOnce(&[u8]) -> R) -> Result<R> {
     fn bytes<T: WithDType>(values: &[T]) -> &[u8] {
         // SAFETY: the elements are plain numbers without padding, and bytes need no alignment.
         unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
     }
     if raw.elem_count() == 0 {
-        return Ok(with(&[]));
+        return Ok(visit(&[]));
     }
     let dense = compute::contiguous(&to_cpu(raw)?)?;
     let (storage, layout) = dense.storage_and_layout();
@@ -100,7 +100,7 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
         CpuStorage::F64(v) => bytes(&v[range]),
         _ => return Err(unsupported()),
     };
-    Ok(with(bytes))
+    Ok(visit(bytes))
 }
 
 /// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. The tensor's bytes are split
@@ -116,7 +116,7 @@ pub fn filled_in_parts(
     part: usize,
     fill: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
 ) -> Result<Raw> {
-    fn made<T: WithDType>(
+    fn filled<T: WithDType>(
         dims: &[usize],
         part: usize,
         fill: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
@@ -144,13 +144,13 @@ pub fn filled_in_parts(
         Ok(from_vec(values, dims))
     }
     match dtype {
-        DType::U8 => made::<u8>(dims, part, fill),
-        DType::U32 => made::<u32>(dims, part, fill),
-        DType::I64 => made::<i64>(dims, part, fill),
-        DType::BF16 => made::<half::bf16>(dims, part, fill),
-        DType::F16 => made::<half::f16>(dims, part, fill),
-        DType::F32 => made::<f32>(dims, part, fill),
-        DType::F64 => made::<f64>(dims, part, fill),
+        DType::U8 => filled::<u8>(dims, part, fill),
+        DType::U32 => filled::<u32>(dims, part, fill),
+        DType::I64 => filled::<i64>(dims, part, fill),
+        DType::BF16 => filled::<half::bf16>(dims, part, fill),
+        DType::F16 => filled::<half::f16>(dims, part, fill),
+        DType::F32 => filled::<f32>(dims, part, fill),
+        DType::F64 => filled::<f64>(dims, part, fill),
         other => Err(Error::dtype("load", format!("dtype {} is not supported", other.as_str()))),
     }
 }

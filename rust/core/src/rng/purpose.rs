@@ -28,7 +28,7 @@ pub enum Purpose {
     ValidationNoise,
     /// Draws of the preparation of a batch that have no purpose of their own; by the number of the batch.
     Inputs,
-    /// Draws of a forward and backward pass, such as dropout; by the number of the batch.
+    /// Draws of a forward pass and its backward pass, such as those of dropout; by the number of the batch.
     Pass,
     /// The crop of an image, and whether it is mirrored; by the number of the sample.
     View,
@@ -162,7 +162,9 @@ mod tests {
         let samples: Vec<u64> = (0..COUNT as u64).collect();
         let normals = normal_samples(3, Purpose::Noise, &samples, 2);
         // Six standard deviations of a mean of COUNT values with variance 1. For another variance, the bound is
-        // multiplied by its square root.
+        // multiplied by its square root. For a standard normal x, the variance of x² is 2, and that of x³ is 15. For u
+        // uniform in [-1/2, 1/2), the variance is 1/12, and that of u² is 1/180. The variance of a product of
+        // independent values with mean 0 is the product of their variances.
         let bound = 6.0 / (COUNT as f64).sqrt();
         let column = |at: usize| normals.iter().skip(at).step_by(2).map(|&v| f64::from(v)).collect::<Vec<_>>();
         let (first, second) = (column(0), column(1));
@@ -179,8 +181,8 @@ mod tests {
         assert!(mean(levels.iter().copied()).abs() < bound / 12f64.sqrt());
         assert!((mean(levels.iter().map(|v| v * v)) - 1.0 / 12.0).abs() < bound / 180f64.sqrt());
         let offsets = normal_samples(3, Purpose::Offset, &samples, 1).into_iter().map(f64::from).collect::<Vec<_>>();
-        let other = normal_samples(4, Purpose::Noise, &samples, 1).into_iter().map(f64::from).collect::<Vec<_>>();
-        for (name, values) in [("value", &second), ("purpose", &offsets), ("seed", &other)] {
+        let other_seed = normal_samples(4, Purpose::Noise, &samples, 1).into_iter().map(f64::from).collect::<Vec<_>>();
+        for (name, values) in [("value", &second), ("purpose", &offsets), ("seed", &other_seed)] {
             assert!(mean(first.iter().zip(values).map(|(a, b)| a * b)).abs() < bound, "another {name}");
         }
         assert!(mean(first.iter().zip(&levels).map(|(a, b)| a * b)).abs() < bound / 12f64.sqrt());

@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use super::state::State;
 use crate::capture::Generator;
 
+/// The shared generator. Its seed, until [`manual_seed`] sets another, is arbitrary: the letters "random" in ASCII.
 static GENERATOR: Mutex<Generator<State>> = Mutex::new(Generator::initial(State { seed: 0x7261_6e64_6f6d, offset: 0 }));
 
 /// One draw: the state of the generator before the draw, and the number of blocks of random bits that the draw took.
@@ -25,9 +26,9 @@ enum Scope {
     /// Draws come from this generator.
     Stream(Generator<State>),
     /// Each draw is recorded here; draws come from the next outer scope with a generator.
-    Noting(Vec<Draw>),
+    Recording(Vec<Draw>),
     /// Draws repeat recorded draws.
-    Replay(Repeated),
+    Repeating(Repeated),
 }
 
 /// Recorded draws that are being repeated.
@@ -41,6 +42,8 @@ struct Repeated {
 }
 
 impl Repeated {
+    /// Repeats the next draw. If it differs from the recorded draw, or if none is left, draws from the current
+    /// position. Returns the state before the draw.
     fn take(&mut self, blocks: u64) -> State {
         match self.draws.next() {
             Some(draw) if draw.blocks == blocks => self.position = Generator::initial(draw.start),
@@ -56,19 +59,19 @@ thread_local! {
 
 /// The index of the innermost scope with a generator, from which this thread draws; `None` for the shared generator.
 fn source(scopes: &[Scope]) -> Option<usize> {
-    scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
+    scopes.iter().rposition(|scope| !matches!(scope, Scope::Recording(_)))
 }
 
-/// Call `visit` with the generator of `scope`, or with the shared generator if `scope` has none.
-fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>) -> T) -> T {
+/// Calls `visit` with the generator of `scope`, or with the shared generator if `scope` has none.
+fn with_generator<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>) -> T) -> T {
     match scope {
         Some(Scope::Stream(generator)) => visit(generator),
-        Some(Scope::Replay(repeated)) => visit(&mut repeated.position),
-        Some(Scope::Noting(_)) | None => visit(&mut GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)),
+        Some(Scope::Repeating(repeated)) => visit(&mut repeated.position),
+        Some(Scope::Recording(_)) | None => visit(&mut GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)),
     }
 }
 
-/// Set the generator that this thread draws from to the beginning of the stream of `seed`.
+/// Sets the generator that this thread draws from to the beginning of the stream of `seed`.
 pub fn manual_seed(seed: u64) {
     set_state(State { seed, offset: 0 });
 }
@@ -77,29 +80,29 @@ pub fn manual_seed(seed: u64) {
 pub fn state() -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
-        place(source.map(|at| &mut scopes[at]), |generator| generator.get())
+        with_generator(source.map(|at| &mut scopes[at]), |generator| generator.get())
     })
 }
 
-/// Set the state of the generator that this thread draws from.
+/// Sets the state of the generator that this thread draws from.
 pub fn set_state(state: State) {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
-        place(source.map(|at| &mut scopes[at]), |generator| generator.set(state));
+        with_generator(source.map(|at| &mut scopes[at]), |generator| generator.set(state));
     });
 }
 
-/// Advance the generator that this thread draws from by `blocks` blocks of random bits, and record the draw in the
-/// [`Noting`] scopes inside that generator's scope. Returns the state before the draw.
+/// Advances the generator that this thread draws from by `blocks` blocks of random bits, and records the draw in the
+/// [`Recording`] scopes inside that generator's scope. Returns the state before the draw.
 pub(crate) fn advance(blocks: u64) -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
         let start = match source.map(|at| &mut scopes[at]) {
-            Some(Scope::Replay(repeated)) => repeated.take(blocks),
-            scope => place(scope, |generator| generator.draw(|state| state.take(blocks))),
+            Some(Scope::Repeating(repeated)) => repeated.take(blocks),
+            scope => with_generator(scope, |generator| generator.draw(|state| state.take(blocks))),
         };
         for scope in &mut scopes[source.map_or(0, |at| at + 1)..] {
-            if let Scope::Noting(draws) = scope {
+            if let Scope::Recording(draws) = scope {
                 draws.push(Draw { start, blocks });
             }
         }
@@ -109,6 +112,7 @@ pub(crate) fn advance(blocks: u64) -> State {
 
 /// A scope of this thread, which ends when this guard is dropped.
 struct Guard {
+    /// The index of the scope in `SCOPES`.
     depth: usize,
     /// Makes the guard `!Send`: its scope belongs to the thread that entered it.
     _thread: PhantomData<*const ()>,
@@ -150,28 +154,28 @@ impl Stream {
 }
 
 /// Records the draws of this thread until this object is finished or dropped.
-pub(crate) struct Noting(Guard);
+pub(crate) struct Recording(Guard);
 
-impl Noting {
+impl Recording {
     pub(crate) fn begin() -> Self {
-        Self(Guard::enter(Scope::Noting(Vec::new())))
+        Self(Guard::enter(Scope::Recording(Vec::new())))
     }
 
     pub(crate) fn finish(self) -> Vec<Draw> {
         match self.0.leave() {
-            Some(Scope::Noting(draws)) => draws,
+            Some(Scope::Recording(draws)) => draws,
             _ => Vec::new(),
         }
     }
 }
 
 /// Repeats recorded draws in this thread until this object is finished or dropped.
-pub(crate) struct Replay(Guard);
+pub(crate) struct Repeating(Guard);
 
-impl Replay {
+impl Repeating {
     pub(crate) fn begin(draws: Vec<Draw>) -> Self {
         let position = draws.first().map_or_else(state, |draw| draw.start);
-        Self(Guard::enter(Scope::Replay(Repeated {
+        Self(Guard::enter(Scope::Repeating(Repeated {
             draws: draws.into_iter(),
             position: Generator::initial(position),
             has_differed: false,
@@ -182,7 +186,7 @@ impl Replay {
     /// draws than were recorded are not a difference.
     pub(crate) fn finish(self) -> bool {
         match self.0.leave() {
-            Some(Scope::Replay(repeated)) => repeated.has_differed,
+            Some(Scope::Repeating(repeated)) => repeated.has_differed,
             _ => true,
         }
     }
@@ -201,6 +205,7 @@ mod tests {
             let _outer = Stream::enter(START);
             let inner = Stream::enter(State { seed: 8, offset: 0 });
             manual_seed(5);
+            // Nine numbers are three blocks of four.
             uniform_vec(9);
             assert_eq!(state(), State { seed: 5, offset: 3 });
             drop(inner);
@@ -216,30 +221,30 @@ mod tests {
     #[test]
     fn recorded_draws_are_repeated_and_differences_are_reported() {
         let _stream = Stream::enter(START);
-        let noting = Noting::begin();
+        let recording = Recording::begin();
         let first = uniform_vec(5);
         set_state(State { seed: 4, offset: 2 });
         let second = uniform_vec(3);
-        let draws = noting.finish();
+        let draws = recording.finish();
         let after = state();
 
-        let replay = Replay::begin(draws.clone());
+        let repeating = Repeating::begin(draws.clone());
         // A checkpoint inside of a recomputed function records the draws that the recomputation repeats.
-        let noting = Noting::begin();
+        let recording = Recording::begin();
         assert_eq!(state(), START);
         assert_eq!(uniform_vec(5), first);
         assert_eq!(uniform_vec(3), second);
-        assert_eq!(noting.finish().len(), 2);
-        assert!(!replay.finish());
+        assert_eq!(recording.finish().len(), 2);
+        assert!(!repeating.finish());
         assert_eq!(state(), after);
 
-        let shorter = Replay::begin(draws.clone());
+        let shorter = Repeating::begin(draws.clone());
         uniform_vec(5);
         assert!(!shorter.finish());
-        let other = Replay::begin(draws);
+        let other = Repeating::begin(draws);
         uniform_vec(50);
         assert!(other.finish());
-        let more = Replay::begin(Vec::new());
+        let more = Repeating::begin(Vec::new());
         uniform_vec(1);
         assert!(more.finish());
         assert_eq!(state(), after);

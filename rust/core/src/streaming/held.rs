@@ -1,5 +1,5 @@
-//! [`Held`]: the bytes of a unit (the streamed weights of one block) in the memory where the ring keeps them. The ring
-//! copies them to a slot on the device before the block runs.
+//! [`Held`]: the bytes of a unit (the streamed weights of one block) in the memory where a [`Ring`](super::Ring) keeps
+//! them. The ring copies them to a slot on the device before the block runs.
 
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
@@ -49,11 +49,11 @@ impl Held {
                     Bytes::Plain(all)
                 }
                 Some(copier) => {
-                    let mut kept = copier.allocate(count * size)?;
+                    let mut memory = copier.allocate(count * size)?;
                     for (offset, raw) in packing.parts(dtype) {
-                        with_bytes(raw, |bytes| kept.write(offset * size, bytes))?;
+                        with_bytes(raw, |bytes| memory.write(offset * size, bytes))?;
                     }
-                    Bytes::HostMemory(kept)
+                    Bytes::HostMemory(memory)
                 }
             };
             held.push((dtype, bytes));
@@ -64,8 +64,8 @@ impl Held {
     /// Move pinned bytes to pageable memory.
     pub(super) fn unpin(&mut self, copier: &Copier) {
         for (_, bytes) in &mut self.0 {
-            if let Bytes::HostMemory(kept) = bytes {
-                *kept = copier.unpinned(kept);
+            if let Bytes::HostMemory(memory) = bytes {
+                *memory = copier.unpinned(memory);
             }
         }
     }
@@ -76,19 +76,19 @@ impl Bytes {
         match self {
             Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
             Self::Shared(_, range) => range.len(),
-            Self::HostMemory(kept) => kept.bytes().len(),
+            Self::HostMemory(memory) => memory.bytes().len(),
             Self::Sliced(_, place) => place.len(),
         }
     }
 
-    /// Copy the bytes to `to`, the tensor of this dtype in a slot. On the CPU, the bytes are copied at once. On a GPU,
-    /// the copies that a [`Copier`] must make are added to `copies`.
-    pub(super) fn bring<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
+    /// Copies the bytes to `to`, the tensor of this dtype in a slot. On the CPU, the bytes are copied at once. On a
+    /// GPU, the copies that a [`Copier`] must make are added to `copies`.
+    pub(super) fn copy_to_slot<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
             Self::Shared(pages, range) => copy_bytes(to, pages.bytes(range.clone())),
-            Self::HostMemory(kept) => {
-                copies.push((Source::Host(kept), to.clone()));
+            Self::HostMemory(memory) => {
+                copies.push((Source::Host(memory), to.clone()));
                 Ok(())
             }
             Self::Sliced(shards, place) => match shards.gathered(*place, 0..place.len()) {
@@ -107,13 +107,13 @@ impl Bytes {
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();
         let range = start * size..(start + count) * size;
-        let raw = |bytes: &[u8]| Ok(Raw::from_raw_buffer(bytes, view.dtype(), &[count], &Device::Cpu)?);
+        let tensor = |bytes: &[u8]| Ok(Raw::from_raw_buffer(bytes, view.dtype(), &[count], &Device::Cpu)?);
         match self {
             Self::Plain(raw) => own_copy(&raw.narrow(0, start, count)?),
-            Self::Shared(pages, all) => raw(&pages.bytes(all.clone())[range]),
-            Self::HostMemory(kept) => raw(&kept.bytes()[range]),
+            Self::Shared(pages, all) => tensor(&pages.bytes(all.clone())[range]),
+            Self::HostMemory(memory) => tensor(&memory.bytes()[range]),
             Self::Sliced(shards, place) => match shards.gathered(*place, range.clone()) {
-                Some(bytes) => raw(&bytes),
+                Some(bytes) => tensor(&bytes),
                 None => shards.downloaded(*place, range, view),
             },
         }
@@ -131,13 +131,13 @@ fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
 /// hash of the offsets and shapes of the packed tensors, and the digest of the values.
 pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
-    let mut places = FxHasher::default();
+    let mut layout_hash = FxHasher::default();
     for dtype in packing.dtypes() {
         for (offset, raw) in packing.parts(dtype) {
-            (offset, raw.dims()).hash(&mut places);
+            (offset, raw.dims()).hash(&mut layout_hash);
         }
         // Writing to a string does not fail.
         let _ = write!(text, "{} bytes of {}, ", packing.count(dtype) * dtype.size_in_bytes(), dtype.as_str());
     }
-    format!("{text}digest {:016x}{:016x}", places.finish(), unit.digest())
+    format!("{text}digest {:016x}{:016x}", layout_hash.finish(), unit.digest())
 }

@@ -162,6 +162,7 @@ impl Streamed {
         }
     }
 
+    /// The weight on the CPU, if the ring does not exist yet.
     fn gathered(&self) -> Result<Weight> {
         match &*self.state() {
             State::Gathered(weight) => Ok(weight.clone()),
@@ -187,12 +188,12 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight with other tensors. `of` gets each tensor of the weight (a quantized weight has several) and
-    /// returns its replacement. The order of the tensors is always the same.
-    fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
+    /// This weight with `replace(tensor)` in place of each tensor; a quantized weight has several. The calls are always
+    /// in the same order.
+    fn map(&self, mut replace: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
-            Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
-            Self::Quantized(matrix) => Ok(Self::Quantized(matrix.map(of)?)),
+            Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(replace(&tensor.raw)?))),
+            Self::Quantized(matrix) => Ok(Self::Quantized(matrix.map(replace)?)),
             Self::Streamed(_) => Err(Error::argument(OP, "the weight is streamed already")),
         }
     }
@@ -278,7 +279,7 @@ mod tests {
 
     /// Runs `work` in `size` threads, which act as the processes of one machine. Each call of `work` gets its rank, and
     /// the exchange that connects the threads.
-    fn together<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
+    fn run_processes<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
         let (barrier, messages) = (Arc::new(Barrier::new(size)), Arc::new(Mutex::new(vec![Vec::new(); size])));
         let run = |rank: usize| {
             let (barrier, messages) = (barrier.clone(), messages.clone());
@@ -315,6 +316,7 @@ mod tests {
             let parts = [new(weight(seed).into())?, new(weight(seed + 1).into())?];
             let (all, parts) = Streamed::join(&[&parts[0], &parts[1]])?.unwrap();
             let codes = new(Quantized::new(&weight(seed + 2), Format::Nf4)?.into())?;
+            // Before the ring exists, one process has the values of a unit: rank 0, or with `Peers` each rank in turn.
             assert_eq!(all.host().is_ok(), rank == if origin == Origin::Host { 0 } else { number % 3 });
             weights.push([vec![all, codes], parts].concat());
         }
@@ -322,7 +324,7 @@ mod tests {
     }
 
     fn check_one_copy(origin: Origin) {
-        let found = together(3, |rank, exchange| {
+        let found = run_processes(3, |rank, exchange| {
             let (ring, weights) = shared(0, rank, origin, exchange).unwrap();
             let x = weight(50);
             for unit in [0, 1, 2, 1, 0] {
@@ -358,7 +360,7 @@ mod tests {
     fn different_weights_in_one_process_are_an_error_in_all_processes() {
         for origin in [Origin::Host, Origin::Peers] {
             let error = |rank, exchange| shared(7 * rank, rank, origin, exchange).err().unwrap().to_string();
-            for error in &together(3, error) {
+            for error in &run_processes(3, error) {
                 assert!(error.contains("rank 1 has other weights than rank 0 in streamed block 0"), "{error}");
             }
         }
@@ -375,7 +377,7 @@ mod tests {
 
     #[test]
     fn an_error_of_one_process_is_an_error_in_all_processes() {
-        let found = together(2, |rank, exchange| {
+        let found = run_processes(2, |rank, exchange| {
             let sharing = Sharing::new(rank, Origin::Host, exchange).unwrap();
             let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
             sharing.pages(1, |_| Ok(()), used).unwrap_err().to_string()

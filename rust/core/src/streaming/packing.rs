@@ -40,7 +40,8 @@ pub(super) struct Packing {
 }
 
 impl Packing {
-    /// The packing of some weights on the CPU. `hollow` is `Some` if the weights have no values.
+    /// The packing of some weights on the CPU. `hollow` is `Some` if the weights have no values (because only another
+    /// process has them), and then says where the parts of joined weights are.
     pub(super) fn of(weights: &[Weight], hollow: Option<&Joined>) -> Result<Self> {
         let mut raws = Vec::new();
         for weight in weights {
@@ -68,12 +69,12 @@ impl Packing {
     /// The offset of `raw` among the packed elements of its dtype; `None` if `raw` is not in the packing.
     pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = self.origin(raw);
-        let has = |part: &&Part| {
+        let contains = |part: &&Part| {
             part.storage == storage
                 && part.start <= start
                 && start + raw.elem_count() <= part.start + part.raw.elem_count()
         };
-        self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
+        self.parts.iter().find(contains).map(|part| part.offset + (start - part.start))
     }
 
     /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part

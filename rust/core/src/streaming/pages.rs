@@ -49,7 +49,7 @@ impl Pages {
     /// # Errors
     /// [`Error::Argument`] if this process cannot open the memory, [`Error::OutOfMemory`] if it cannot map it.
     pub(crate) fn open(description: &str) -> Result<Self> {
-        let refuse = |why: String| {
+        let cannot_open = |why: String| {
             let message = format!(
                 "the memory of another process of this machine cannot be opened ({why}); start all processes of a machine as one user, in \
                  one container"
@@ -58,14 +58,14 @@ impl Pages {
         };
         let fields: Vec<u64> = description.split(' ').filter_map(|field| field.parse().ok()).collect();
         let &[process, descriptor, device, inode, len] = fields.as_slice() else {
-            return Err(refuse(format!("expected five numbers, found {description:?}")));
+            return Err(cannot_open(format!("expected five numbers, found {description:?}")));
         };
         let path = PathBuf::from(format!("/proc/{process}/fd/{descriptor}"));
         let opened = File::options().read(true).write(true).open(&path);
-        let file = opened.map_err(|error| refuse(format!("{}: {error}", path.display())))?;
-        let found = file.metadata().map_err(|error| refuse(format!("{}: {error}", path.display())))?;
+        let file = opened.map_err(|error| cannot_open(format!("{}: {error}", path.display())))?;
+        let found = file.metadata().map_err(|error| cannot_open(format!("{}: {error}", path.display())))?;
         if identity(&found) != (device, inode, len) {
-            return Err(refuse(format!("{} is another file", path.display())));
+            return Err(cannot_open(format!("{} is another file", path.display())));
         }
         Self::map(file, len as usize)
     }
@@ -111,7 +111,7 @@ impl Pages {
         // Reserves the memory: without this call, a write for which the system has no memory would end the process.
         fallocate(file, FallocateFlags::empty(), start as u64, bytes.len() as u64)
             .map_err(|error| no_memory(bytes.len(), error))?;
-        let to = self.range(start..start + bytes.len());
+        let to = self.address_of(start..start + bytes.len());
         // SAFETY: the range is within the mapping, and the exclusive reference lets nothing else use it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
@@ -121,7 +121,7 @@ impl Pages {
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         let len = range.len();
         // SAFETY: the range is within the mapping, and no process writes these bytes any more.
-        unsafe { std::slice::from_raw_parts(self.range(range).as_ptr(), len) }
+        unsafe { std::slice::from_raw_parts(self.address_of(range).as_ptr(), len) }
     }
 
     /// The address and the size in bytes of the mapping, both multiples of the system's page size.
@@ -133,7 +133,8 @@ impl Pages {
         (self.address, self.len)
     }
 
-    fn range(&self, range: Range<usize>) -> NonNull<u8> {
+    /// The address of the first byte of `range`, which must be within the mapping.
+    fn address_of(&self, range: Range<usize>) -> NonNull<u8> {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
         // SAFETY: the range is within the mapping.
         unsafe { self.address.add(range.start) }
@@ -147,6 +148,7 @@ impl Drop for Pages {
     }
 }
 
+/// Device, inode and size in bytes of a file, by which processes check that they have opened the same file.
 fn identity(found: &Metadata) -> (u64, u64, u64) {
     (found.dev(), found.ino(), found.len())
 }

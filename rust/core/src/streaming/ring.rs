@@ -288,7 +288,7 @@ impl Ring {
         let mut copies = Vec::with_capacity(held.0.len());
         for (dtype, bytes) in &held.0 {
             if let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) {
-                bytes.bring(to, &mut copies)?;
+                bytes.copy_to_slot(to, &mut copies)?;
             }
         }
         if let Some(copier) = &self.copier {

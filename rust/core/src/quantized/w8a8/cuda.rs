@@ -201,8 +201,8 @@ impl Rounded {
             if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
                 return Ok(false);
             }
-            let address_of = |raw: &Raw, element: usize| -> Result<u64> {
-                Ok(address(OP, raw)? + (element * raw.dtype().size_in_bytes()) as u64)
+            let address_of = |raw: &Raw, index: usize| -> Result<u64> {
+                Ok(address(OP, raw)? + (index * raw.dtype().size_in_bytes()) as u64)
             };
             let arguments = ScaleSums {
                 sums: input(OP, &sums)?,

@@ -11,9 +11,9 @@
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
 //! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
-//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. A result is rounded once to its dtype, and once
-//! more if a residual is added. The backward pass ignores that x was rounded: the gradient passes the rounding
-//! unchanged (a straight-through estimator).
+//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. Without a residual, a result is rounded once
+//! to its dtype. The backward pass ignores that x was rounded: the gradient passes the rounding unchanged (a
+//! straight-through estimator).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -176,7 +176,7 @@ impl Quantized {
     /// [`input_gradient_of_codes`](Self::input_gradient_of_codes) on the CPU, which multiplies f32 values that codes
     /// represent.
     fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {
-        // The scale of each row of W, which is a column of g.
+        // The scales of the rows of W, by which the columns of g are multiplied.
         let mut scales = Vec::with_capacity(self.dims[0]);
         for part in self.parts.iter() {
             let part_scales =
