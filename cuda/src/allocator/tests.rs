@@ -4,14 +4,18 @@ use std::collections::BTreeMap;
 
 use super::*;
 
-/// A simulated device with `limit` bytes of memory. It panics if the allocator maps or unmaps memory wrongly, and counts the waits.
+/// A simulated device with `limit` bytes of memory. It panics if the allocator maps or unmaps memory wrongly.
 struct Fake {
     limit: u64,
+    /// The address that the next reservation gets.
     next: u64,
+    /// The sizes of the mapped chunks in bytes, by address.
     mapped: BTreeMap<u64, u64>,
+    /// The number of calls of `wait`.
     waits: usize,
 }
 
+/// The error of a device whose memory is full.
 #[derive(Debug, PartialEq, Eq)]
 struct Full;
 
@@ -67,6 +71,8 @@ impl Backend for Fake {
 
 const MIB: u64 = 1 << 20;
 
+/// An allocator of a simulated device with `limit` bytes. It reserves twice as many addresses for each pool. No address
+/// is 0.
 fn allocator(limit: u64) -> Allocator<Fake> {
     Allocator::new(Fake { limit, next: 64 * PAGE, mapped: BTreeMap::new(), waits: 0 }, 2 * limit)
 }
@@ -170,6 +176,7 @@ fn cached_memory_is_released_before_an_allocation_fails() {
     assert!(allocator.free(large));
     // This block fits only if the pool of small blocks releases its memory.
     let all = allocator.allocate(96 * MIB).unwrap();
+    // The failed allocation of 50 MiB was tried again, and that of `all`.
     assert_eq!(allocator.stats().retries, 2);
     assert!(allocator.backend.waits > 0);
     assert!(allocator.allocate(100 * MIB).is_err() && allocator.allocate(1 << 40).is_err());
@@ -188,6 +195,8 @@ fn freeing_an_address_that_is_no_block_in_use_returns_false() {
 #[test]
 fn a_pool_grows_by_less_than_usual_if_little_memory_is_left() {
     let mut allocator = allocator(40 * MIB);
+    // The first block makes the pool grow by `GROWTH`, 32 MiB. The second block lacks 6 MiB, and the device has no 32 MiB
+    // left.
     let first = allocator.allocate(30 * MIB).unwrap();
     let second = allocator.allocate(8 * MIB).unwrap();
     assert_eq!((second, allocator.stats().reserved), (first + 30 * MIB, 38 * MIB));
@@ -261,6 +270,8 @@ fn eager_work_between_replays_borrows_the_memory_of_graphs() {
     // Another shape runs eagerly for the first time and keeps a block.
     let stays = allocator.allocate(8 * MIB).unwrap();
     run(&mut allocator);
+    // The eager blocks need up to 32 MiB (`GROWTH`, for `stays`) and 3 x 40 MiB. Together with all 120 MiB of the graph,
+    // this exceeds the limit, so the graph's memory was unmapped, except for at most a part of a block.
     let stats = allocator.stats();
     assert!(stats.reserved <= 160 * MIB && stats.graphs < 40 * MIB, "{stats:?}");
     assert_eq!(stats.retries, 0);
@@ -269,6 +280,7 @@ fn eager_work_between_replays_borrows_the_memory_of_graphs() {
     allocator.restore().unwrap();
     let mapped =
         |at: u64| allocator.backend.mapped.range(..=at).next_back().is_some_and(|(start, size)| start + size > at);
+    // Each block of 40 MiB has 20 pages of 2 MiB.
     for &address in &first {
         assert!((0..20).all(|i| mapped(address + i * 2 * MIB)), "{address}");
     }

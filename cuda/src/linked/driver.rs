@@ -25,6 +25,7 @@ pub type Stream = *mut c_void;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Location {
+    /// `CUmemLocationType`.
     pub kind: u32,
     pub id: c_int,
 }
@@ -32,7 +33,9 @@ pub struct Location {
 impl Location {
     /// The memory of the GPU with ordinal `id`.
     pub const fn device(id: c_int) -> Self {
-        Self { kind: 1, id }
+        /// `CU_MEM_LOCATION_TYPE_DEVICE`.
+        const DEVICE: u32 = 1;
+        Self { kind: DEVICE, id }
     }
 }
 
@@ -42,7 +45,9 @@ pub struct AllocationProperties {
     pub kind: u32,
     pub handle_kinds: u32,
     pub location: Location,
+    /// `win32HandleMetaData`, null on Linux.
     pub windows: *mut c_void,
+    /// The eight bytes of the structure `allocFlags`; 0 for its defaults.
     pub flags: u64,
 }
 

@@ -104,7 +104,8 @@ pub fn unregister(address: NonNull<u8>) {
     unsafe { driver::cuMemHostUnregister(address.as_ptr().cast()) };
 }
 
-/// The first and the largest number of bytes that [`pinnable`] allocates at once; the first is also its precision.
+/// The smallest and the largest number of bytes that [`pinnable`] allocates at once. The first allocation has the
+/// smallest size. A result below `wanted` may be too small by up to this size.
 const STEPS: [usize; 2] = [64 << 20, 1 << 30];
 
 /// How many bytes, up to `wanted`, the driver can pin in this process now. The function allocates pinned memory in
@@ -129,6 +130,7 @@ pub fn pinnable(wanted: usize) -> Result<usize, Status> {
             }
             Err(status) if !status.is_unpinnable() => return Err(status),
             Err(_) if bytes <= smallest => break,
+            // The step was too large: continue with at most half of it.
             Err(_) => {
                 largest = (bytes / 2).max(smallest);
                 step = largest;

@@ -116,6 +116,7 @@ impl Driver<'_> {
             if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy().into_owned()) }
         };
         let text = text.unwrap_or_else(|| "unknown error".to_owned());
+        /// `CUDA_ERROR_NO_DEVICE`.
         const NO_DEVICE: c_int = 100;
         if status == NO_DEVICE {
             return Err(Unavailable::NoDevice);
@@ -130,6 +131,7 @@ impl Driver<'_> {
             let version: extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(self.address("cuDriverGetVersion"));
             let mut number = 0;
             self.ok(version(&raw mut number))?;
+            // The driver encodes its CUDA version as major * 1000 + minor * 10.
             let found = (number / 1000, number % 1000 / 10);
             if found < MINIMUM_DRIVER {
                 return Err(Unavailable::DriverTooOld { found });
@@ -155,7 +157,9 @@ impl Driver<'_> {
     /// # Safety
     /// The driver must be initialized and have a GPU with this ordinal.
     unsafe fn check_device(&self, ordinal: c_int) -> Result<(), Unavailable> {
+        /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
         const MAJOR: c_int = 75;
+        /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
         const MINOR: c_int = 76;
         // SAFETY: the signatures are those of the driver's header.
         unsafe {
@@ -172,6 +176,7 @@ impl Driver<'_> {
             let name_of: extern "C" fn(*mut c_char, c_int, c_int) -> c_int =
                 std::mem::transmute(self.address("cuDeviceGetName"));
             let mut name = [0; 128];
+            // One byte less than the array has, so that the last byte stays zero.
             self.ok(name_of(name.as_mut_ptr(), 127, ordinal))?;
             let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
             if found < MINIMUM_CAPABILITY {

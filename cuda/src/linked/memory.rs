@@ -194,8 +194,8 @@ fn with_allocator<T>(
     // SAFETY: the signature is the driver's.
     check(unsafe { driver::cuCtxGetDevice(&raw mut device) })?;
     let mut allocators = allocators();
-    let is_it = |known: &Driver| known.device == device && known.stream == stream as usize;
-    if let Some(known) = allocators.iter_mut().find(|known| is_it(known.backend())) {
+    let is_requested = |known: &Driver| known.device == device && known.stream == stream as usize;
+    if let Some(known) = allocators.iter_mut().find(|known| is_requested(known.backend())) {
         return work(known);
     }
     let (mut free, mut total) = (0, 0);
