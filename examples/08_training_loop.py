@@ -106,6 +106,7 @@ def main(folder: Path) -> dict[str, tc.Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     train, test = digits.split(digits.load())
     data = TensorDataset(pixels(train), tc.tensor(train.labels, dtype="i64"))
+    # The division is rounded up, because the last batch of an epoch may be smaller.
     steps = EPOCHS * -(-len(train) // BATCH_SIZE)
 
     state = make(steps)

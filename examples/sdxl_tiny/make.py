@@ -46,11 +46,11 @@ def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
     """
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
-        made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
-    made = ((made + 1) * 127.5).round().byte()
-    error = (made.float() - pixels.float()).square().mean() / 255**2
+        decoded = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
+    decoded = ((decoded + 1) * 127.5).round().byte()
+    error = (decoded.float() - pixels.float()).square().mean() / 255**2
     print(f"vae: {-10 * float(error.log10()):.2f} dB PSNR", flush=True)
-    rows = [torch.cat(list(images), 1) for images in (pixels, made)]
+    rows = [torch.cat(list(images), 1) for images in (pixels, decoded)]
     return Image.fromarray(torch.cat(rows).cpu().numpy())
 
 

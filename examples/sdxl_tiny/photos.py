@@ -86,12 +86,14 @@ def main_colour(image: Image.Image) -> str:
     middle = image.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
     hue *= 360 / 256
+    # Hue is in degrees from here on; saturation and value are in bytes.
     strong = (saturation > 100) & (value > 80)
     shares = {
         name: float(np.mean(strong & (((hue - low) % 360) < high - low)))
         for name, low, high in HUES
     }
     pale = (saturation <= 140) & (saturation > 50) & (value > 150)
+    # Pale pixels of hues from 320 to 375 count as pink, too.
     shares["pink"] += float(np.mean(pale & (((hue - 320) % 360) < 55)))
     shares["white"] = 0.7 * float(np.mean((saturation <= 45) & (value > 170)))
     colour = max(shares, key=lambda name: shares[name])

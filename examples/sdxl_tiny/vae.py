@@ -132,13 +132,15 @@ def adversary() -> nn.Sequential:
     )
 
 
-def detail_distance(classifier: Classifier, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def detail_distance(
+    classifier: Classifier, real: torch.Tensor, decoded: torch.Tensor
+) -> torch.Tensor:
     """Return the perceptual loss: the mean L1 distance of hidden states, which are normalised."""
-    total = made.new_zeros(())
-    features = zip(classifier.features(real), classifier.features(made), strict=True)
-    for of_real, of_made in features:
+    total = decoded.new_zeros(())
+    features = zip(classifier.features(real), classifier.features(decoded), strict=True)
+    for of_real, of_decoded in features:
         scale = of_real.std() + 1e-3
-        total = total + functional.l1_loss(of_made / scale, of_real / scale)
+        total = total + functional.l1_loss(of_decoded / scale, of_real / scale)
     return total / len(classifier.stages)
 
 
@@ -181,13 +183,13 @@ def train(
         real = real.contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             posterior = model.encode(real).latent_dist
-            made = model.decode(posterior.sample()).sample.float()
-            detail = detail_distance(classifier, real, made)
-        reconstruction = functional.l1_loss(made, real) + DETAIL_WEIGHT * detail.float()
+            decoded = model.decode(posterior.sample()).sample.float()
+            detail = detail_distance(classifier, real, decoded)
+        reconstruction = functional.l1_loss(decoded, real) + DETAIL_WEIGHT * detail.float()
         loss = reconstruction + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
         is_adversarial = progress > ADVERSARY_START
         if is_adversarial:
-            adversarial = -critic(made).mean()
+            adversarial = -critic(decoded).mean()
             norm, adversarial_norm = (
                 torch.autograd.grad(term, last_layer, retain_graph=True)[0].norm()
                 for term in (reconstruction, adversarial)
@@ -202,13 +204,13 @@ def train(
         if is_adversarial:
             hinge = (
                 functional.relu(1 - critic(real)).mean()
-                + functional.relu(1 + critic(made.detach())).mean()
+                + functional.relu(1 + critic(decoded.detach())).mean()
             )
             critic_optimizer.zero_grad()
             hinge.backward()
             critic_optimizer.step()
         if step % 200 == 0:
-            error = float(functional.mse_loss(made.detach(), real))
+            error = float(functional.mse_loss(decoded.detach(), real))
             print(f"vae {step:5d} {progress:4.0%} mse {error:.4f}", flush=True)
         step += 1
     model = averaged.module.eval().requires_grad_(requires_grad=False)
