@@ -30,8 +30,8 @@ _TOLERANCE: Final = 0.05
 T = TypeVar("T")
 
 
-class Taken(Callback):
-    """Counts the steps of one attempt to train."""
+class StepCounter(Callback):
+    """Counts the steps that a run has done."""
 
     steps = 0
 
@@ -40,7 +40,7 @@ class Taken(Callback):
         self.steps += 1
 
 
-def tell(plan: Plan, budget: Budget, report: Report) -> None:
+def report_plan(plan: Plan, budget: Budget, report: Report) -> None:
     """Report the estimated memory of a run, and the settings that were chosen to fit."""
     for line in [*plan.estimate.table(), *plan.lines(budget)]:
         report(line)
@@ -51,7 +51,7 @@ def run_planned(
     plan: Plan,
     budget: Budget,
     replan: Callable[[Budget], Plan],
-    taken: Taken,
+    counter: StepCounter,
     may_repeat: Callable[[], bool],
     report: Report,
 ) -> T:
@@ -62,7 +62,7 @@ def run_planned(
         plan: the plan of the first attempt.
         budget: the memory that this plan fits in.
         replan: makes a plan for a smaller budget.
-        taken: counts the steps that `run` does.
+        counter: counts the steps that `run` does.
         may_repeat: returns False if a second attempt would lose what the first has saved, or cannot
             be made for another reason.
         report: gets lines about memory that ran out, the second plan and wrong predictions.
@@ -76,16 +76,16 @@ def run_planned(
         try:
             return _measured(run, plan, report)
         except OutOfMemoryError as error:
-            if taken.steps >= _FIRST_STEPS or not may_repeat():
+            if counter.steps >= _FIRST_STEPS or not may_repeat():
                 raise
-            report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
+            report(f"plan: memory ran out after {counted(counter.steps, 'step')}: {error}")
             budget, tried = budget.below(plan.estimate.peak), plan
             # Without a smaller plan, `plan` stays, and the first attempt's error is raised.
             with suppress(OutOfMemoryError):
                 plan = replan(budget)
             if plan.config == tried.config:
                 raise
-        tell(plan, budget, report)
+        report_plan(plan, budget, report)
         # After the `except` block, nothing refers to the models of the first attempt any more.
         gc.collect()
         if plan.config.on_gpu:

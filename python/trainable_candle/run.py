@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import families, plot
-from trainable_candle.attempts import Taken, run_planned, tell
+from trainable_candle.attempts import StepCounter, report_plan, run_planned
 from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
@@ -205,9 +205,9 @@ def _train_in(
     probed_budget = probed(budget, plan, group, report)
     if probed_budget != budget:
         budget, plan = probed_budget, planned(probed_budget)
-    tell(plan, budget, report)
-    taken = Taken()
-    before.append(taken)
+    report_plan(plan, budget, report)
+    counter = StepCounter()
+    before.append(counter)
     with ExitStack() as stack:
         if is_first:
             stack.enter_context(_held_output(output, step))
@@ -221,7 +221,7 @@ def _train_in(
             has_saved = any(run_state.step_of(c) > step for c in run_state.checkpoints(output))
             return group.size == 1 and not has_saved
 
-        return run_planned(run, plan, budget, planned, taken, may_repeat, report)
+        return run_planned(run, plan, budget, planned, counter, may_repeat, report)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.attempts import Taken, run_planned
+from trainable_candle.attempts import StepCounter, run_planned
 from trainable_candle.tasks.budget import Budget, Plan
 from trainable_candle.tasks.estimate import GIB, RUNTIME_BYTES, Estimate, Item
 from trainable_candle.train import TrainConfig
@@ -50,7 +50,7 @@ def attempt(
         return second
 
     budget = Budget(24 * GIB, 24 * GIB)
-    run_planned(run, first, budget, replan, Taken(), lambda: True, lines.append)
+    run_planned(run, first, budget, replan, StepCounter(), lambda: True, lines.append)
     return lines
 
 
@@ -81,10 +81,10 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
     gpu_stats: dict[str, int],
 ) -> None:
     lines: list[str] = []
-    taken = Taken()
+    counter = StepCounter()
 
     def run(_config: TrainConfig) -> None:
-        taken.steps = 100
+        counter.steps = 100
         gpu_stats["peak_reserved"] = 8 * GIB
         raise tc.OutOfMemoryError("matmul: there is too little")
 
@@ -92,7 +92,9 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
         raise AssertionError
 
     with pytest.raises(tc.OutOfMemoryError):
-        run_planned(run, plan(10), Budget(24 * GIB, 0), no_plan, taken, lambda: True, lines.append)
+        run_planned(
+            run, plan(10), Budget(24 * GIB, 0), no_plan, counter, lambda: True, lines.append
+        )
     (line,) = lines
     assert line.startswith("plan: the run had taken 8.00 GiB of GPU memory when memory ran out")
     assert line.endswith("where 10.00 GiB were predicted (20 % less)")
