@@ -15,10 +15,16 @@ _CURES: Final = {
     _core.GradScaler: _LOAD_STATE,
     **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
 }
+"""For each class whose objects are rejected, what the error says to do instead."""
 
 
 def reject(kind: type, cure: str = _LOAD_STATE) -> None:
-    """Make `copy` and `pickle` raise a TypeError with a cure for the objects of a class."""
+    """Make `copy` and `pickle` raise a TypeError for the objects of a class.
+
+    Args:
+        kind: the class.
+        cure: what the error says to do instead.
+    """
 
     def reduce(_: Any) -> NoReturn:
         raise TypeError(f"{kind.__name__} cannot be copied or pickled: {cure}")

@@ -75,8 +75,8 @@ def zeros(
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
         OutOfMemoryError: If the tensor does not fit into memory.
     """
-    made = _core.zeros(*shape, dtype=dtype, device=device)
-    return _leaf(made, requires_grad=requires_grad)
+    result = _core.zeros(*shape, dtype=dtype, device=device)
+    return _leaf(result, requires_grad=requires_grad)
 
 
 def ones(
@@ -100,8 +100,8 @@ def ones(
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
         OutOfMemoryError: If the tensor does not fit into memory.
     """
-    made = _core.ones(*shape, dtype=dtype, device=device)
-    return _leaf(made, requires_grad=requires_grad)
+    result = _core.ones(*shape, dtype=dtype, device=device)
+    return _leaf(result, requires_grad=requires_grad)
 
 
 def full(
@@ -160,8 +160,8 @@ def rand(
         OutOfMemoryError: If the tensor does not fit into memory.
     """
     with drawing("rand", generator):
-        made = _core.rand(*shape, dtype=dtype, device=device)
-    return _leaf(made, requires_grad=requires_grad)
+        result = _core.rand(*shape, dtype=dtype, device=device)
+    return _leaf(result, requires_grad=requires_grad)
 
 
 def randn(
@@ -190,8 +190,8 @@ def randn(
         OutOfMemoryError: If the tensor does not fit into memory.
     """
     with drawing("randn", generator):
-        made = _core.randn(*shape, dtype=dtype, device=device)
-    return _leaf(made, requires_grad=requires_grad)
+        result = _core.randn(*shape, dtype=dtype, device=device)
+    return _leaf(result, requires_grad=requires_grad)
 
 
 def randint(
@@ -225,5 +225,6 @@ def randint(
         return _core.randint(low, high, shape, device)
 
 
-def _leaf(made: Tensor, *, requires_grad: bool) -> Tensor:
-    return _core.Var(made) if requires_grad else made
+def _leaf(values: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return a `Var` with the values of a tensor if `requires_grad`, else the tensor."""
+    return _core.Var(values) if requires_grad else values

@@ -272,6 +272,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         output = "".join(sorted(label for label in set(labels) if labels.count(label) == 1))
     _check_einsum(equation, terms, output, operands)
     labels, result = terms[0], operands[0]
+    # `following` is the index in `terms` after the one of `term`.
     for following, (term, operand) in enumerate(zip(terms[1:], operands[1:], strict=True), 2):
         kept = set(output).union(*terms[following:])
         labels, result = _product(labels, result, term, operand, kept)

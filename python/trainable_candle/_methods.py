@@ -442,6 +442,7 @@ class ComposedMethods:
         if isinstance(src, (int, float)):
             return _core.where(condition, float(src) if x.dtype in _FLOATS else src, x)
         if not index.numel():
+            # Nothing is set, and `src` may have no element to pick.
             return _core.where(condition, x, x)
         sources = np.zeros(x.numel(), np.int64)
         sources[flat] = np.arange(flat.size)

@@ -163,9 +163,9 @@ def _gpu() -> Finding:
         return Finding(FAULT, "gpu", f"nvidia-smi does not run: {error}", "reboot, then try again")
     lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
     if result.returncode or not lines:
-        said = (result.stdout + result.stderr).strip().splitlines()
+        messages = (result.stdout + result.stderr).strip().splitlines()
         cure = "reboot after an update of the driver; in a container, give it the GPU (--gpus all)"
-        return Finding(FAULT, "gpu", f"nvidia-smi: {said[0] if said else 'no GPU'}", cure)
+        return Finding(FAULT, "gpu", f"nvidia-smi: {messages[0] if messages else 'no GPU'}", cure)
     facts = [part.strip() for part in lines[0].split(",")]
     found = "; ".join(lines)
     if len(facts) == 4:  # The four values of `query`.
@@ -207,7 +207,7 @@ def _card(device: str) -> Finding:
 
 
 def _trains(device: str) -> Finding:
-    """Train a small LoRA layer, and return whether its loss has fallen enough."""
+    """Train a small LoRA layer; return a finding that says whether its loss has fallen enough."""
     started = time.perf_counter()
     try:
         first, last = _self_test(device)
