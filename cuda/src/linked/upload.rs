@@ -156,8 +156,8 @@ enum Watch {
     /// During an eager run: record the fingerprints of the values.
     Noting(HashSet<u64>),
     /// During a capture: turn values whose fingerprints are in `known` into `constants`. Reject the others, and set
-    /// `has_refused`.
-    Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
+    /// `has_rejected`.
+    Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_rejected: bool },
 }
 
 thread_local! {
@@ -179,11 +179,11 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
             known.insert(fingerprint(unsafe { bytes(from, size) }));
             None
         }
-        Watch::Capturing { known, constants, has_refused } => {
+        Watch::Capturing { known, constants, has_rejected } => {
             // SAFETY: by the driver's contract, there are `size` bytes.
             let bytes = unsafe { bytes(from, size) };
             if !known.contains(&fingerprint(bytes)) {
-                *has_refused = true;
+                *has_rejected = true;
                 return Some(driver::CAPTURE_UNSUPPORTED);
             }
             let address = match memory::allocate_from(Some(Origin::Eager), size, stream) {
@@ -237,27 +237,27 @@ pub fn finish_noting() -> Known {
 /// Until [`finish_capture`], turn each value that this thread copies into a constant of the graph if its fingerprint is
 /// `known`, and reject other values.
 pub fn capture(known: Known) {
-    WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_refused: false });
+    WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_rejected: false });
 }
 
 /// The constants of a graph. Dropping this object frees their device memory.
 pub struct Constants {
     constants: Vec<Constant>,
-    has_refused: bool,
+    has_rejected: bool,
 }
 
 /// End a capture and return its constants. [`Constants::upload`] then copies their values to the device.
 pub fn finish_capture() -> Constants {
     match WATCH.take() {
-        Watch::Capturing { constants, has_refused, .. } => Constants { constants, has_refused },
-        _ => Constants { constants: Vec::new(), has_refused: false },
+        Watch::Capturing { constants, has_rejected, .. } => Constants { constants, has_rejected },
+        _ => Constants { constants: Vec::new(), has_rejected: false },
     }
 }
 
 impl Constants {
     /// Whether the capture rejected a value because it was not known.
-    pub const fn has_refused(&self) -> bool {
-        self.has_refused
+    pub const fn has_rejected(&self) -> bool {
+        self.has_rejected
     }
 
     /// Copy the values to the device memory from which the graph copies.

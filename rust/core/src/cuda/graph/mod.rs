@@ -292,7 +292,7 @@ impl Graph {
         recorded: Recorded,
     ) -> Result<Self> {
         let Recorded { template, mut effects, held, kept, mut constants, lease } = recorded;
-        if constants.has_refused() {
+        if constants.has_rejected() {
             return Err(Error::device(
                 OP,
                 "the function copies a value from the CPU that the previous call did not copy, so the value differs \
