@@ -136,7 +136,7 @@ impl ZImageConfig {
         Ok(())
     }
 
-    /// Number of features of the condition, which is computed from the time.
+    /// Number of features of the condition, which is computed from the time: `dim`, but at most 256, as in diffusers.
     pub fn condition_dim(&self) -> usize {
         self.dim.min(256)
     }

@@ -79,8 +79,8 @@ impl ZImageTransformer {
         let noise_refiner = blocks("noise_refiner", refiners, true)?;
         let context_refiner = blocks("context_refiner", refiners, false)?;
         let layers = blocks("layers", config.n_layers, true)?;
-        let [sinusoids, middle] = TIME_SIZES;
-        let sizes = [sinusoids, middle, condition];
+        let [sinusoids, hidden] = TIME_SIZES;
+        let sizes = [sinusoids, hidden, condition];
         let t_embedder = TimestepEmbedding::named(TIME_LAYERS, sizes, true, &mut weights.pp("t_embedder"))?;
         let mut pad = |name| weights.get(name, (1, dim), Init::Normal(0.02));
         Ok(Self {
@@ -121,11 +121,11 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // At the positions after a text's last token, the model's padding token replaces the embedding of the padding.
         // The mask of the text tokens that attention reads; None if it reads all of them.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
-            text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
+            // After a text's last token, the model's padding token replaces the embeddings of the padding.
+            text = Tensor::select(&self.positions.own_tokens(lengths, extent.text)?, &text, &self.pads[1])?;
             let is_ragged = !conditions.rows_are_full;
             shown = is_ragged.then(|| self.positions.shown(lengths, extent.text)).transpose()?;
         }
@@ -233,12 +233,12 @@ fn run(
         let modulation = condition.map(|condition| block.modulation(condition)).transpose()?.flatten();
         let is_modulated = modulation.is_some();
         let attention_inputs = AttentionInputs { angles: Some(angles), mask };
-        let inputs = [&x].into_iter().chain(&modulation).chain(attention_inputs.inputs());
+        let inputs = [&x].into_iter().chain(&modulation).chain(attention_inputs.tensors());
         x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
             let [x, rest @ ..] = inputs else { unreachable!("an input at least") };
             let (modulation, angles_and_mask) = rest.split_at(usize::from(is_modulated));
             let has_angles = true;
-            AttentionInputs::of(has_angles, angles_and_mask, |attention_inputs| {
+            AttentionInputs::with_tensors(has_angles, angles_and_mask, |attention_inputs| {
                 block.forward(x, modulation.first(), attention_inputs)
             })
         })?;

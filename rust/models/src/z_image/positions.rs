@@ -105,14 +105,15 @@ impl Positions {
 
     /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. The texts have `lengths (B)` tokens
     /// without their padding, and L = `text` tokens each with it.
-    pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
+    pub fn own_tokens(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)
     }
 
     /// A mask (B, L), u8: 1 for a text's own tokens and for its padding up to a multiple of 32, 0 for further padding.
-    /// `lengths` and `text` are as in [`words`](Self::words).
+    /// `lengths` and `text` are as in [`own_tokens`](Self::own_tokens).
     pub fn shown(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
+        // The 32 tokens of a block are shown if the block begins before the text's end.
         self.starts.narrow(1, 0, text)?.lt(&column(lengths)?)
     }
 

@@ -49,7 +49,8 @@ impl Projections {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let values = tokens * self.sizes.dim();
-        saved.layers(&self.qkv.layers(), (values, tokens), true);
+        let is_input_cheap = true;
+        saved.layers(&self.qkv.layers(), (values, tokens), is_input_cheap);
         // Queries and keys before their norms, and the values of attention.
         saved.keep(3 * values);
     }
@@ -104,9 +105,9 @@ impl Stream<'_> {
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
-        let learns = norms.iter().flatten().any(|weight| weight.requires_grad());
+        let are_trainable = norms.iter().flatten().any(|weight| weight.requires_grad());
         let angles = self.angles.as_ref().map(|Rope { cos, sin }| [cos, sin]);
-        (!learns).then_some(Tokens { x, norms, angles })
+        (!are_trainable).then_some(Tokens { x, norms, angles })
     }
 
     /// q, k and v, each (B, heads, S, width of a head). q and k are normalised and rotated, if the stream has norms and

@@ -132,8 +132,8 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image's feed-forward network comes last. The backward pass does not read the product of the block's last
-        // linear layer, so a checkpoint does not recompute this product.
+        // The image's feed-forward network comes last. Unless the gate's layer has an adapter, the backward pass does
+        // not read the result of the block's last linear layer, so a checkpoint does not recompute this result.
         let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;
@@ -151,7 +151,8 @@ impl DoubleBlock {
         // Whether the layers that compute the gates of the image and of the text have adapters.
         let [adapts_image, adapts_text] =
             self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
-        saved.block((area + length) * dim, false, |saved| {
+        let joins_previous = false;
+        saved.block((area + length) * dim, joins_previous, |saved| {
             // The norms before the joint attention keep their inputs.
             saved.keep((area + length) * dim);
             self.attn.saved(area, length, saved);

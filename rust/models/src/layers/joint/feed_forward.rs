@@ -75,6 +75,7 @@ impl FeedForward {
         let projected = self.first.forward(x)?;
         self.last.forward(&match self.kind {
             FeedForwardKind::Gelu => projected.gelu(Gelu::Tanh)?,
+            // All of `projected`, from column 0 on, is gate and features; nothing precedes the result.
             FeedForwardKind::SwiGlu => activate_beside(None, &projected, 0, Activation::SwiGlu)?,
         })
     }

@@ -29,7 +29,7 @@ pub struct TokenInputs<'a> {
     pub encoder_hidden_states: &'a Tensor,
     /// The pooled text embedding, (B, [`TokenSizes::pooled`]). It is ignored if the model takes none.
     pub pooled_projections: Option<&'a Tensor>,
-    /// The time: (B), (1) or a scalar.
+    /// The time from 0 (clean latents) to 1 (noise): (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// The guidance scale: (B), (1) or a scalar.
     pub guidance: Option<&'a Tensor>,

@@ -31,8 +31,8 @@ pub struct SingleBlock {
 }
 
 impl SingleBlock {
-    /// Takes parameters below `weights`. With `takes_modulation`, the model computes the modulation and passes it to the
-    /// block. The block then has no layer that computes the modulation.
+    /// Takes parameters below `weights`. With `takes_modulation`, the model computes the modulation and passes it to
+    /// the block. The block then has no layer that computes the modulation.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -87,9 +87,11 @@ impl SingleBlock {
         let values = tokens * dim;
         let is_gate_adapted = self.modulator.as_ref().is_some_and(|modulator| saved.adapts(modulator));
         saved.outside(|saved| self.modulator.iter().for_each(|modulator| saved.linear(modulator, (dim, 1))));
-        saved.block(values, false, |saved| {
+        let (joins_previous, is_input_cheap) = (false, true);
+        saved.block(values, joins_previous, |saved| {
+            // The norm keeps its input.
             saved.keep(values);
-            saved.layers(&self.projections.layers(), (values, tokens), true);
+            saved.layers(&self.projections.layers(), (values, tokens), is_input_cheap);
             saved.attention(tokens, tokens, dim);
             // The tape keeps queries, keys and values (3), the result of attention (1) and the hidden layer.
             saved.keep((3 + 1 + RATIO) * values);

@@ -17,16 +17,20 @@ pub struct AttentionInputs<'a> {
 }
 
 impl AttentionInputs<'_> {
-    /// Cosines and sines of the angles, then the mask, as far as they exist. As inputs of a block they are kept by the
-    /// block's checkpoint.
-    pub(crate) fn inputs(&self) -> impl Iterator<Item = &Tensor> {
+    /// Cosines and sines of the angles, then the mask, without those that are None. Callers pass these tensors to a
+    /// block as inputs, so that the block's checkpoint keeps them.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// Rebuild a [`AttentionInputs`] from the tensors that [`AttentionInputs::inputs`] returned, and call `run` with it. `rotates` says
-    /// whether these tensors begin with cosines and sines.
-    pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(AttentionInputs<'_>) -> R) -> R {
-        let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
+    /// Rebuild the [`AttentionInputs`] whose [`tensors`](Self::tensors) are `tensors`, and call `run` with them.
+    /// `has_angles` says whether `tensors` begins with cosines and sines.
+    pub(crate) fn with_tensors<R>(
+        has_angles: bool,
+        tensors: &[Tensor],
+        run: impl FnOnce(AttentionInputs<'_>) -> R,
+    ) -> R {
+        let (angles, mask) = tensors.split_at(if has_angles { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
         run(AttentionInputs { angles: angles.as_ref(), mask: mask.first() })
     }
@@ -43,17 +47,19 @@ pub fn run_double(
     attention_inputs: AttentionInputs<'_>,
     modulation: impl Fn(usize, &DoubleBlock) -> Result<[Tensor; 2]>,
 ) -> Result<[Tensor; 2]> {
-    let rotates = attention_inputs.angles.is_some();
+    let has_angles = attention_inputs.angles.is_some();
     for i in 0..blocks.len() {
         let modulations = blocks.aside(i, |block| modulation(i, block))?;
         let inputs: Vec<&Tensor> =
-            [&image, &text].into_iter().chain(&modulations).chain(attention_inputs.inputs()).collect();
+            [&image, &text].into_iter().chain(&modulations).chain(attention_inputs.tensors()).collect();
         let mut results = blocks.run_several(i, &inputs, move |block, inputs| {
-            let [image, text, to_image, to_text, of_sight @ ..] = inputs else { unreachable!("four inputs at least") };
-            let run = |attention_inputs: AttentionInputs<'_>| {
-                block.forward([image, text], [to_image, to_text], attention_inputs)
+            let [image, text, image_modulation, text_modulation, angles_and_mask @ ..] = inputs else {
+                unreachable!("four inputs at least")
             };
-            Ok(AttentionInputs::of(rotates, of_sight, run)?.into())
+            let run = |attention_inputs: AttentionInputs<'_>| {
+                block.forward([image, text], [image_modulation, text_modulation], attention_inputs)
+            };
+            Ok(AttentionInputs::with_tensors(has_angles, angles_and_mask, run)?.into())
         })?;
         // The last result is removed first, so that the index of the other one stays valid.
         (text, image) = (results.remove(1), results.remove(0));
@@ -72,13 +78,14 @@ pub fn run_single(
     attention_inputs: AttentionInputs<'_>,
     modulation: impl Fn(usize, &SingleBlock) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let rotates = attention_inputs.angles.is_some();
+    let has_angles = attention_inputs.angles.is_some();
     for i in 0..blocks.len() {
         let [block_modulation] = blocks.aside(i, |block| Ok([modulation(i, block)?]))?;
-        let inputs: Vec<&Tensor> = [&x, &block_modulation].into_iter().chain(attention_inputs.inputs()).collect();
+        let inputs: Vec<&Tensor> = [&x, &block_modulation].into_iter().chain(attention_inputs.tensors()).collect();
         x = blocks.run_one(i, &inputs, move |block, inputs| {
-            let [x, modulation, of_sight @ ..] = inputs else { unreachable!("two inputs at least") };
-            AttentionInputs::of(rotates, of_sight, |attention_inputs| block.forward(x, modulation, attention_inputs))
+            let [x, modulation, angles_and_mask @ ..] = inputs else { unreachable!("two inputs at least") };
+            let run = |attention_inputs: AttentionInputs<'_>| block.forward(x, modulation, attention_inputs);
+            AttentionInputs::with_tensors(has_angles, angles_and_mask, run)
         })?;
     }
     Ok(x)
