@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::adapter::{Kept, LoraConfig};
-use trainable_candle_nn::{Blocks, Checkpointing, Conv2d, Kept as KeptOfBlocks, Layer, Linear, Part, Visitor};
+use trainable_candle_nn::{BlockState, Blocks, Checkpointing, Conv2d, Layer, Linear, Part, Visitor};
 
 use crate::registry::Model;
 
@@ -33,7 +33,7 @@ pub struct Saved {
     adapted: HashMap<*const (), Kept>,
     checkpointing: Checkpointing,
     /// For each [`Blocks`] of the model: the index of its first block among all blocks of the model.
-    first_indices: HashMap<*const KeptOfBlocks, usize>,
+    first_indices: HashMap<*const BlockState, usize>,
     /// The policy of the current block.
     policy: Policy,
     /// Whether each layer with an adapter rounds its input (`LoraConfig::qat_activations`).
@@ -150,8 +150,8 @@ impl Saved {
         let (mut first_indices, mut blocks_so_far) = (HashMap::new(), 0);
         // The closure never returns an error, so the visit returns none.
         let _ = model.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks { kept, count, .. } = part {
-                first_indices.insert(std::ptr::from_ref(kept), blocks_so_far);
+            if let Part::Blocks { state, count, .. } = part {
+                first_indices.insert(std::ptr::from_ref(state), blocks_so_far);
                 blocks_so_far += count;
             }
             Ok(())
@@ -199,7 +199,7 @@ impl Saved {
     /// Count block `index` of `blocks`, if there is one, under its policy. `add` counts the block.
     pub fn one<B>(&mut self, blocks: &Blocks<B>, index: usize, add: impl FnOnce(&B, &mut Self)) {
         let Some(block) = blocks.iter().nth(index) else { return };
-        let first = self.first_indices.get(&std::ptr::from_ref(blocks.kept())).copied().unwrap_or(0);
+        let first = self.first_indices.get(&std::ptr::from_ref(blocks.state())).copied().unwrap_or(0);
         let policy = self.checkpointing.policy(first + index);
         if policy != self.policy {
             self.earlier_peak = self.earlier_peak.max(self.held + std::mem::take(&mut self.most_recomputed));

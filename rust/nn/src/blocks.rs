@@ -74,12 +74,12 @@ pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
     /// Whether [`nested`](Self::nested) has marked the blocks.
     nested: bool,
-    kept: Kept,
+    state: BlockState,
 }
 
 /// The state of blocks that changes after they are built: their checkpointing policies, and which of them have streamed
 /// weights.
-pub struct Kept {
+pub struct BlockState {
     checkpointing: RwLock<Checkpointing>,
     turns: RwLock<Turns>,
 }
@@ -94,9 +94,9 @@ struct Turns {
     asides: HashMap<usize, Turn>,
 }
 
-impl Kept {
+impl BlockState {
     /// The initial state: all results are kept, and no block has streamed weights.
-    fn everything() -> Self {
+    fn initial() -> Self {
         Self { checkpointing: RwLock::new(Policy::None.into()), turns: RwLock::default() }
     }
 
@@ -132,7 +132,7 @@ impl Kept {
 impl<B> FromIterator<B> for Blocks<B> {
     fn from_iter<I: IntoIterator<Item = B>>(blocks: I) -> Self {
         let blocks = blocks.into_iter().map(Arc::new).collect();
-        Self { blocks, nested: false, kept: Kept::everything() }
+        Self { blocks, nested: false, state: BlockState::initial() }
     }
 }
 
@@ -162,8 +162,8 @@ impl<B> Blocks<B> {
     }
 
     /// The state that [`Part::Blocks`](crate::Part::Blocks) shows of these blocks.
-    pub const fn kept(&self) -> &Kept {
-        &self.kept
+    pub const fn state(&self) -> &BlockState {
+        &self.state
     }
 
     /// The number of blocks that the backward pass recomputes together under a policy that recomputes everything. The
@@ -171,7 +171,7 @@ impl<B> Blocks<B> {
     /// are copied one block at a time, and under [`Policy::Offloaded`], because the blocks' inputs then take no memory
     /// of the device.
     pub fn stretch(&self) -> usize {
-        if self.nested && !self.kept.streams() && self.kept.checkpointing().policy != Policy::Offloaded {
+        if self.nested && !self.state.streams() && self.state.checkpointing().policy != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
         } else {
             1
@@ -206,8 +206,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         F: Fn(&B, &[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
     {
         let block = self.blocks[index].clone();
-        let turn = self.kept.turn(index);
-        let policy = self.kept.checkpointing().policy(index);
+        let turn = self.state.turn(index);
+        let policy = self.state.checkpointing().policy(index);
         checkpointed(policy, turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
@@ -224,7 +224,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         index: usize,
         forward: impl FnOnce(&B) -> Result<[Tensor; N]>,
     ) -> Result<[Tensor; N]> {
-        let turn = self.kept.turns().asides.get(&index).cloned();
+        let turn = self.state.turns().asides.get(&index).cloned();
         let Some(turn) = turn else { return forward(&self.blocks[index]) };
         turn.enter()?;
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
@@ -239,13 +239,13 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     where
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
-        let (checkpointing, mut x) = (self.kept.checkpointing(), x.clone());
+        let (checkpointing, mut x) = (self.state.checkpointing(), x.clone());
         let together = if checkpointing.policy.recomputes_all() { self.stretch() } else { 1 };
         let (first, rest) = self.blocks.split_at(checkpointing.count.unwrap_or(self.len()).min(self.len()));
         let mut start = 0;
         for blocks in first.chunks(together).chain(rest.chunks(1)) {
             // If weights are streamed, `blocks` is one block, so `turn` is the turn of all of `blocks`.
-            let (policy, turn) = (checkpointing.policy(start), self.kept.turn(start));
+            let (policy, turn) = (checkpointing.policy(start), self.state.turn(start));
             start += blocks.len();
             let blocks = blocks.to_vec();
             let run = move |inputs: &[Tensor]| {
@@ -278,7 +278,7 @@ where
 impl<B: Module> Blocks<B> {
     /// Pass the blocks to `visitor` as `<name>.0`, `<name>.1`, ...
     pub(crate) fn visit<'a>(&'a self, name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.kept(name, &self.kept, self.blocks.len())?;
+        visitor.block_state(name, &self.state, self.blocks.len())?;
         let mut blocks = self.blocks.iter().enumerate();
         blocks.try_for_each(|(index, block)| visitor.module(&format!("{name}.{index}"), block.as_ref()))
     }
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(model.blocks_to_checkpoint(), 5);
         model.checkpoint_first(3, Policy::Offloaded).unwrap();
         let policies = |blocks: &Blocks<Scale>| {
-            (0..blocks.len()).map(|index| blocks.kept.checkpointing().policy(index)).collect::<Vec<_>>()
+            (0..blocks.len()).map(|index| blocks.state.checkpointing().policy(index)).collect::<Vec<_>>()
         };
         assert_eq!(policies(&model.0.0), [Policy::Offloaded; 2]);
         assert_eq!(policies(&model.1.0), [Policy::Offloaded, Policy::Selective, Policy::Selective]);

@@ -17,7 +17,7 @@ mod streaming;
 mod weights;
 
 pub use base::{Base, Operation};
-pub use blocks::{Blocks, Checkpointing, Kept};
+pub use blocks::{BlockState, Blocks, Checkpointing};
 pub use conv::Conv2d;
 pub use group::{LinearGroup, Projected};
 pub use linear::{Linear, Parameter};

@@ -4,7 +4,7 @@ use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::Base;
-use crate::blocks::{Blocks, Checkpointing, Kept};
+use crate::blocks::{BlockState, Blocks, Checkpointing};
 use crate::conv::weight_to_file;
 use crate::slot::AdapterSlot;
 use crate::{Conv2d, Linear};
@@ -157,8 +157,8 @@ pub trait Module {
     /// blocks keep from the forward pass to the backward pass. By default, blocks keep all results.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks { kept, .. } = part {
-                kept.set(policy.into());
+            if let Part::Blocks { state, .. } = part {
+                state.set(policy.into());
             }
             Ok(())
         }));
@@ -173,8 +173,8 @@ pub trait Module {
         let checkpointing = Checkpointing::of_first(count, policy, self.blocks_to_checkpoint())?;
         let mut start = 0;
         self.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks { kept, count: len, .. } = part {
-                kept.set(checkpointing.after(start));
+            if let Part::Blocks { state, count: len, .. } = part {
+                state.set(checkpointing.after(start));
                 start += len;
             }
             Ok(())
@@ -208,7 +208,7 @@ pub enum Part<'a> {
         /// The common prefix of the blocks' names: `blocks` for `blocks.0`, `blocks.1` and so on.
         name: String,
         /// The blocks' checkpointing policies and streamed weights.
-        kept: &'a Kept,
+        state: &'a BlockState,
         /// The number of blocks.
         count: usize,
     },
@@ -252,9 +252,9 @@ impl<'a, 'f> Visitor<'a, 'f> {
     }
 
     /// Visit repeated blocks themselves, without their layers and parameters.
-    pub(crate) fn kept(&mut self, name: &str, kept: &'a Kept, count: usize) -> Result<()> {
+    pub(crate) fn block_state(&mut self, name: &str, state: &'a BlockState, count: usize) -> Result<()> {
         let name = self.full_name(name);
-        (self.see)(Part::Blocks { name, kept, count })
+        (self.see)(Part::Blocks { name, state, count })
     }
 
     /// Visit a linear layer.

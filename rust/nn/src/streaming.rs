@@ -173,11 +173,11 @@ impl Streaming {
         };
         let (runs_ring, asides_ring) = (ring(&self.runs)?, ring(&self.asides)?);
         model.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks { name, kept, count } = part {
+            if let Part::Blocks { name, state, count } = part {
                 let turns = |ring: &Option<Arc<Ring>>, units: &Units| {
                     ring.as_ref().map_or_else(HashMap::new, |ring| Turn::each(ring, units.of(&name, count)))
                 };
-                kept.stream(turns(&runs_ring, &self.runs), turns(&asides_ring, &self.asides));
+                state.stream(turns(&runs_ring, &self.runs), turns(&asides_ring, &self.asides));
             }
             Ok(())
         }))
