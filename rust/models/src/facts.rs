@@ -430,9 +430,9 @@ fn by_markers(path: &Path) -> Result<(Option<String>, bool)> {
 pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'static str>> {
     let keys = adapter_keys(path)?;
     let (tuned, others): (Vec<Place>, Vec<Place>) = pipeline.places().partition(|place| place.part.role.is_tuned());
-    let names_other = |key: &String| others.iter().any(|place| place.begins(key));
+    let names_other = |key: &String| others.iter().any(|place| place.has_prefix_of(key));
     let tuned = tuned.into_iter().filter(|_| !keys.iter().all(names_other));
-    let others = others.iter().copied().filter(|place| keys.iter().any(|key| place.begins(key)));
+    let others = others.iter().copied().filter(|place| keys.iter().any(|key| place.has_prefix_of(key)));
     Ok(tuned.chain(others).map(|place| place.part.subfolder).collect())
 }
 

@@ -211,7 +211,7 @@ impl Part {
 
 impl Place {
     /// Whether `key`, from an adapter file, begins with a prefix of this part.
-    pub(crate) fn begins(self, key: &str) -> bool {
+    pub(crate) fn has_prefix_of(self, key: &str) -> bool {
         self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
     }
 
@@ -287,11 +287,11 @@ fn adapter_prefixes() -> Arc<[String]> {
 
 /// The names, each once, in the order in which they first occur.
 fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
-    let mut kept = Vec::new();
+    let mut distinct = Vec::new();
     for name in names {
-        if !kept.contains(&name) {
-            kept.push(name);
+        if !distinct.contains(&name) {
+            distinct.push(name);
         }
     }
-    kept
+    distinct
 }

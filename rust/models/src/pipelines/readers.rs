@@ -1,5 +1,7 @@
 //! For each kind of part, a table of the tools that load its adapters. Each entry has the styles of names that the tool
-//! reads.
+//! reads: for all layers (`Known::all`), or for the layers that a function selects (`only`). In a style that is
+//! `configured`, the tool applies alphas from peft's configuration. With `Alpha::Rejected`, it reports an error for a
+//! tensor `….alpha`.
 //!
 //! `tests/io/flow/test_oracles.py` tests the entries for diffusers against diffusers 0.42, and
 //! `tests/io/flow/test_comfyui_loader.py` tests the entries for `ComfyUI` against the loader of `ComfyUI`. The entries
@@ -27,8 +29,8 @@ const fn diffusers(styles: &'static [Known]) -> Reader {
     Reader { tool: Tool::Diffusers, styles, kinds: LORA, magnitude: DIFFUSERS_MAGNITUDE }
 }
 
-/// sd-scripts with its own network modules. (With the network module of `LyCORIS`, it also loads other kinds of
-/// adapters.)
+/// kohya's trainers, sd-scripts and musubi-tuner, with their own network modules. (With the network module of
+/// `LyCORIS`, sd-scripts also loads other kinds of adapters.)
 const KOHYA: Reader =
     Reader { tool: Tool::Kohya, styles: &[Known::all(Style::KohyaOriginal)], kinds: LORA, magnitude: None };
 

@@ -71,15 +71,17 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
 /// Says what a file with the keys `names` is, if the keys show that it is not a checkpoint of a supported pipeline, but
 /// a checkpoint of another family, an adapter, or the weights of one model. None in all other cases.
 pub fn recognised(names: &[String]) -> Option<String> {
-    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| unsupported_family(title));
+    let has_prefix = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
+    let unsupported =
+        UNSUPPORTED.iter().find(|(prefix, _)| has_prefix(prefix)).map(|(_, title)| unsupported_family(title));
     unsupported
         .or_else(|| {
-            let is_adapter = adapter_prefixes().iter().any(|prefix| prefix.ends_with('_') && there(prefix));
+            // Prefixes that end with a dot also begin the keys of checkpoints, so only the others show an adapter.
+            let is_adapter = adapter_prefixes().iter().any(|prefix| prefix.ends_with('_') && has_prefix(prefix));
             is_adapter.then(|| "an adapter, not a model".to_owned())
         })
         .or_else(|| {
-            let kind = kinds().into_iter().find(|kind| there(kind.mark))?;
+            let kind = kinds().into_iter().find(|kind| has_prefix(kind.mark))?;
             Some(format!("the weights of {} from a pipeline's folder", kind.noun))
         })
 }

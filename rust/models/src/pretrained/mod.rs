@@ -343,7 +343,7 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
     let is_true = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
     let text = |name: &str| given.get(name).and_then(Value::as_str);
-    let is_read = match text("quant_method") {
+    let is_supported = match text("quant_method") {
         Some("bitsandbytes") if is_true("load_in_4bit") || is_true("_load_in_4bit") => {
             text("bnb_4bit_quant_type") == Some("nf4")
         }
@@ -353,7 +353,7 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
         }
         _ => false,
     };
-    if is_read {
+    if is_supported {
         map.remove(FIELD);
         return Ok(());
     }

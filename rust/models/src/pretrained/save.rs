@@ -181,11 +181,11 @@ fn eight_bits(format: Format) -> Result<Codes> {
 /// # Errors
 /// [`Error::Argument`] if no pipeline writes a model of this kind in `subfolder` to checkpoints.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
-    let written = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
+    let writable = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
-    let found = written().filter(is_preferred).chain(written()).find(|place| place.part.subfolder == subfolder);
+    let found = writable().filter(is_preferred).chain(writable()).find(|place| place.part.subfolder == subfolder);
     found.map(|place| place.part.sections).ok_or_else(|| {
-        let known: Vec<&str> = written().map(|place| place.part.subfolder).collect();
+        let known: Vec<&str> = writable().map(|place| place.part.subfolder).collect();
         let class = model.class_name();
         let text = if known.is_empty() {
             format!("a {class} has no place in an original checkpoint; save_pretrained writes it to a folder")
@@ -277,7 +277,7 @@ impl StoredModel {
             let name = format!("{}{key}", self.prefix);
             let group = Rc::new(group);
             match self.codes.filter(|_| group.is_quantized) {
-                Some(Codes::Eight(bits)) => all.extend(of_eight_bits(&name, &group, bits)?),
+                Some(Codes::Eight(bits)) => all.extend(eight_bit_entries(&name, &group, bits)?),
                 Some(Codes::Nf4) => {
                     let (dims, dtype) = (group.shape(), group.dtype());
                     all.extend(nf4_entries(&name, [dims[0], dims[1]], dtype, Rc::new(move || group.values()))?);
@@ -336,7 +336,9 @@ impl Group {
 }
 
 /// The tensors in which `ComfyUI` stores the quantized matrix `name`: codes, scales and a description of the format.
-fn of_eight_bits(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
+/// The entries of codes and scales each quantize the matrix while the file is written, so that no quantized matrix is
+/// in memory before that.
+fn eight_bit_entries(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
     let prefix = name.strip_suffix("weight").unwrap_or(name);
     let format = json!({ "format": comfy_format(bits) }).to_string().into_bytes();
     let (for_codes, for_scales) = (Rc::clone(group), Rc::clone(group));

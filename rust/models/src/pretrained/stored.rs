@@ -78,6 +78,7 @@ impl StoredWeights {
             let stored = self.files.read_nf4(&key)?;
             let matrix = match form {
                 Form::Plain => Some(stored),
+                // The tensor has `of` equal shares of rows, the parameter has `count` of them from `first` on.
                 Form::Rows { first, count, of } => {
                     let rows_of_share = stored.dims()[0] / of;
                     stored.rows_of_nf4(first * rows_of_share, count * rows_of_share)?

@@ -56,6 +56,7 @@ impl Configuration for QwenVaeConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(AutoencoderKLQwenImage::CLASS_NAME, map);
         fields.only(&[("attn_scales", json!([])), ("input_channels", json!(3))])?;
+        // The value of TEMPORAL is not checked, but copied from `map` below.
         fields.ignore(&["dropout", TEMPORAL]);
         let standard = Self::default();
         let dim_mult = if map.contains_key("dim_mult") { fields.list("dim_mult")? } else { standard.dim_mult };

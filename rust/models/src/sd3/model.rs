@@ -62,6 +62,7 @@ impl SD3Transformer {
         let bias = true;
         let options = Conv2dOptions { stride: [patch; 2], ..Conv2dOptions::default() };
         let patch_embed = weights.conv2d("pos_embed.proj", config.in_channels, dim, [patch; 2], options, bias)?;
+        // Files hold sines and cosines. A model without files gets random values.
         let table = weights.get("pos_embed.pos_embed", (1, side * side, dim), Init::Normal(0.02))?;
         let sizes = ConditionSizes { dim, pooled: Some(config.pooled_projection_dim), guidance: false, bias };
         Ok(Self {

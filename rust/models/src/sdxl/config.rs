@@ -7,8 +7,8 @@ use super::SDXLUNet;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// The fields in which the UNets of SDXL's models differ, of `config.json` as diffusers writes it
-/// (`UNet2DConditionModel`). Lists have one entry per level, from the level with the largest feature map to the level
+/// The `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`): the fields in which the UNets of SDXL's
+/// models differ. Lists have one entry per level, from the level with the largest feature map to the level
 /// with the smallest; only `up_attention` has the reverse order. The default is SDXL's base model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UNetConfig {
@@ -70,9 +70,9 @@ impl Default for UNetConfig {
 /// The number of values in `time_ids`: original height and width, top and left of the crop, target height and width.
 pub const TIME_IDS: usize = 6;
 
-/// The types of down blocks, and whether they have attention.
+/// The types of down blocks, and whether they have attention; the type with attention first.
 const DOWN: [(&str, bool); 2] = [("CrossAttnDownBlock2D", true), ("DownBlock2D", false)];
-/// The types of up blocks, and whether they have attention.
+/// The types of up blocks, and whether they have attention; the type with attention first.
 const UP: [(&str, bool); 2] = [("CrossAttnUpBlock2D", true), ("UpBlock2D", false)];
 
 /// Fields that have the same value in all of SDXL's models.

@@ -162,8 +162,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     let depth = |block: &str| {
         (0..).take_while(|i| shape(format!("{block}.1.transformer_blocks.{i}.norm1.weight")).is_some()).count()
     };
-    // For each level: number of channels, of transformer blocks after a residual block, and of residual blocks. After
-    // the downsampling begins the next level.
+    // For each level: number of channels, of transformer blocks after a residual block, and of residual blocks. The
+    // next level begins after a downsampling.
     let (mut channels, mut depths, mut layers) = (vec![0], vec![0], vec![0]);
     for i in 1.. {
         let level = channels.len() - 1;

@@ -251,6 +251,7 @@ impl Model for SDXLUNet {
             channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);
         }
         saved.outside(|saved| {
+            // The last norm keeps its input.
             saved.keep(area(0) * first_width);
             saved.conv(&self.conv_out, (area(0) * first_width, area(0)));
         });

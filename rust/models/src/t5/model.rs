@@ -20,7 +20,7 @@ const EMBEDDING: &str = "shared.weight";
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
 /// Added to the scores of masked keys. It is far below any score, and far above the lowest f32. If all keys are masked,
 /// they get equal weights, as in transformers.
-const UNSEEN: f32 = -1e30;
+const MASKED: f32 = -1e30;
 
 /// An encoder with the results of transformers' `T5EncoderModel`. Its results in f16 are finite, although values
 /// within its blocks exceed the range of f16; `layers.rs` says how.
@@ -77,7 +77,7 @@ impl T5Encoder {
         };
         let bias = relative::bias(&self.config, &self.biases, length)?;
         let bias = match attention_mask {
-            Some(mask) => bias.add(&unseen(mask, input_ids)?)?,
+            Some(mask) => bias.add(&mask_bias(mask, input_ids)?)?,
             None => bias,
         };
         let x = embedding(&self.embedding, input_ids)?.to_dtype(stream_dtype(self.embedding.dtype()))?;
@@ -87,7 +87,7 @@ impl T5Encoder {
 }
 
 /// The biases that a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
-fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
+fn mask_bias(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
     if mask.dims() != input_ids.dims() {
         return Err(Error::shape(
             T5Encoder::CLASS_NAME,
@@ -95,7 +95,7 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
         ));
     }
     // The lookup rejects a mask of other numbers than 0 and 1.
-    let table = Tensor::from_vec(vec![UNSEEN, 0.0], (2, 1), mask.device())?;
+    let table = Tensor::from_vec(vec![MASKED, 0.0], (2, 1), mask.device())?;
     embedding(&table, mask)?.reshape((mask.dims()[0], 1, 1, mask.dims()[1]))
 }
 

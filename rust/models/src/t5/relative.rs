@@ -11,12 +11,14 @@ use super::T5Config;
 /// share the last row of their half.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     let half = config.relative_attention_num_buckets / 2;
+    // The number of distances, from 0 on, that have a row of their own.
     let exact = half / 2;
     let distance = query.abs_diff(key);
     let row = if distance < exact {
         distance
     } else {
         let (near, far) = (exact as f64, config.relative_attention_max_distance as f64);
+        // 0 at the distance `near`, half - exact at the distance `far`.
         let steps = (distance as f64 / near).ln() / (far / near).ln() * (half - exact) as f64;
         (exact + steps as usize).min(half - 1)
     };

@@ -6,7 +6,7 @@ use trainable_candle_core::{DType, Error, Result, Tensor};
 
 use super::tiling::Tiling;
 
-/// The lowest and the highest logarithm of the variance. Other values are clamped to this range.
+/// The lowest and the highest logarithm of the variance, as in diffusers. Other values are clamped to this range.
 const LOGVAR_RANGE: (f64, f64) = (-30.0, 20.0);
 
 /// The properties of an autoencoder on which the steps around its encoder and decoder depend.
@@ -36,6 +36,7 @@ impl Coding {
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         let x = self.to_channels_last("image", image, image_channels, self.downscale)?;
+        // In f32 on a GPU, tensor cores compute the products, with each f32 split into two bf16 numbers.
         let encode = |x: &Tensor| with_bf16_pairs(|| run(x));
         let moments = match self.tiling(tile_size)? {
             Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
@@ -63,6 +64,7 @@ impl Coding {
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let z = self.to_channels_last("latent", latent, channels, 1)?;
+        // As in `encode`.
         let decode = |z: &Tensor| with_bf16_pairs(|| run(z));
         let image = match self.tiling(tile_size)? {
             Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {

@@ -71,6 +71,7 @@ const UP: &str = "UpDecoderBlock2D";
 
 impl Configuration for VaeConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        // Whether this is FLUX.2's autoencoder, which stores statistics of its latents.
         let is_normed = map.contains_key(NORM_EPS)
             || map.get("_class_name").and_then(Value::as_str) == Some(AutoencoderKL::NORMED_CLASS_NAME);
         let mut fields = Fields::new(AutoencoderKL::CLASS_NAME, map);

@@ -99,6 +99,7 @@ mod tests {
 
     #[test]
     fn a_step_and_the_kept_part_cover_the_same_latents() {
+        // With 8 pixels per latent, as in SDXL's autoencoder.
         for latents in 4..=70 {
             let encoding = Tiling::new(8 * latents, latents);
             assert_eq!(encoding.step, 8 * encoding.keep, "{latents} latents");
