@@ -28,6 +28,8 @@ fn published_configurations_identify_and_build_their_parts() {
     }
 }
 
+/// A kind's mark is a prefix of parameter names, by which messages recognise the kind. A section's probe is a key that
+/// every file with the section has.
 #[test]
 fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {

@@ -100,10 +100,14 @@ fn check_first_blocks(
         drop(result);
         let name = model.class_name();
         // For all blocks, the estimate also counts what the layers after the blocks keep.
-        let falls = estimated <= previous || count == all;
-        assert!(falls, "{name}: {count} of {all} blocks: estimated {estimated} bytes, with fewer blocks {previous}");
+        let does_not_rise = estimated <= previous || count == all;
+        assert!(
+            does_not_rise,
+            "{name}: {count} of {all} blocks: estimated {estimated} bytes, with fewer blocks {previous}"
+        );
         previous = estimated;
-        // The estimate may exceed what the tape holds by the values of recomputed blocks.
+        // The two may differ by about a seventh. In addition, the estimate may exceed what the tape holds by the values
+        // of recomputed blocks.
         let recomputed = estimate(Policy::Full.into());
         let fits = estimated > 0.86 * kept && estimated < 1.14 * kept + recomputed;
         assert!(fits, "{name}: {count} of {all} blocks: estimated {estimated} bytes, kept {kept}");

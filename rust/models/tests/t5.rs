@@ -25,6 +25,7 @@ fn the_encoder_at_full_size_has_the_names_and_shapes_of_transformers() {
     let found: BTreeMap<String, Vec<usize>> =
         model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect();
     assert_eq!(found, expected);
+    // The number of parameters of T5 1.1 XXL's encoder.
     assert_eq!(found.values().map(|dims| dims.iter().product::<usize>()).sum::<usize>(), 4_762_310_656);
     // Each of 24 blocks has four layers in the attention and three in the feed-forward part.
     assert_eq!(model.named_layers().len(), 24 * 7);

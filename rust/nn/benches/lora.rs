@@ -156,8 +156,8 @@ fn median_times(
         }
     }
     synchronize(device)?;
-    let measured = Instant::now();
-    while times[0].len() < calls || measured.elapsed().as_secs_f64() < seconds {
+    let beginning = Instant::now();
+    while times[0].len() < calls || beginning.elapsed().as_secs_f64() < seconds {
         for (step, times) in steps.iter_mut().zip(&mut times) {
             let start = Instant::now();
             step()?;

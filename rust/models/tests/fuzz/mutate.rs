@@ -150,8 +150,8 @@ fn change(rng: &mut Rng, value: &mut Value) {
             match rng.below(8) {
                 0 => drop(map.remove(&key)),
                 1 => {
-                    let kept = map.remove(&key).unwrap_or_default();
-                    map.insert(new_name(rng, &key), kept);
+                    let renamed = map.remove(&key).unwrap_or_default();
+                    map.insert(new_name(rng, &key), renamed);
                 }
                 2 => {
                     let copied = map[&key].clone();
