@@ -17,7 +17,7 @@ from multiprocessing import AuthenticationError
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final
 
-from trainable_candle.distributed.meeting import knock, listen, reach, shown
+from trainable_candle.distributed.meeting import address_text, knock, listen, reach
 from trainable_candle.distributed.world import JOIN
 from trainable_candle.errors import DistributedError
 
@@ -205,25 +205,29 @@ class Link:
         try:
             while len(self._data) + len(self._watch) < 2 * (self.size - 1):
                 try:
-                    came = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                    arrival = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
                 except Empty:
                     connected = set(self._data) & set(self._watch)
                     missing = sorted(set(range(1, self.size)) - connected)
                     ranks = ", ".join(map(str, missing))
+                    where = address_text(self._world.address)
                     raise self._refusal(
                         f"of {self.size} processes, these ranks did not connect to rank 0 at "
-                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s: "
+                        f"{where} within {self._world.join_seconds:g} s: "
                         f"{ranks}; read their output, or set {JOIN} to wait longer"
                     ) from None
-                if isinstance(came, OSError):
-                    raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came
-                self._welcome(*came)
+                if isinstance(arrival, OSError):
+                    raise DistributedError(
+                        f"distributed: rank 0 cannot listen: {arrival}"
+                    ) from arrival
+                self._welcome(*arrival)
         finally:
             done.set()
             # The thread is blocked in `accept` and keeps the port: wake it up.
             knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()
+        # The second answer tells each rank that all processes have connected.
         for connection in self._data.values():
             connection.send_bytes(b"{}")
 

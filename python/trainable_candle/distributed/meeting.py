@@ -18,8 +18,8 @@ from trainable_candle.errors import DistributedError
 if TYPE_CHECKING:
     from trainable_candle.distributed.world import Address, World
 
-_AGAIN: Final = 0.1
-"""Seconds until the next attempt to reach rank 0, and the least that an attempt gets."""
+_RETRY_SECONDS: Final = 0.1
+"""Seconds between two attempts to reach rank 0, and the shortest time limit of an attempt."""
 _LOOPBACK: Final = ("localhost", "127.")
 """What addresses begin with that lead back to the machine itself."""
 
@@ -47,7 +47,7 @@ def listen(world: World) -> Listener:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             cure = "MASTER_ADDR must be the name or an address of the machine of rank 0"
         raise DistributedError(
-            f"distributed: rank 0 cannot listen at {shown(world.address)} "
+            f"distributed: rank 0 cannot listen at {address_text(world.address)} "
             f"({error.strerror or error}); {cure}"
         ) from error
 
@@ -63,10 +63,10 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
         DistributedError: rank 0 cannot be reached by `deadline`, or another program listens at its
             address.
     """
-    where = shown(world.address)
+    where = address_text(world.address)
     while True:
         try:
-            return _connected(world, deadline)
+            return _connect_once(world, deadline)
         # Python before 3.12 raises AssertionError if the other end does not speak its protocol.
         except (AuthenticationError, AssertionError) as error:  # noqa: PERF203 - a loop of attempts
             raise DistributedError(
@@ -80,10 +80,10 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
                     f"{world.join_seconds:g} s ({error}); check MASTER_ADDR and that the port "
                     f"is open and not in use by another program, or set {JOIN} to wait longer"
                 ) from error
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_SECONDS)
 
 
-def _connected(world: World, deadline: float) -> Connection[Any, Any]:
+def _connect_once(world: World, deadline: float) -> Connection[Any, Any]:
     """Return a connection to rank 0, after a single attempt.
 
     The call that connects has no time limit: without an answer, it may take minutes. So another
@@ -98,12 +98,12 @@ def _connected(world: World, deadline: float) -> Connection[Any, Any]:
     def attempt() -> None:
         try:
             outcome.put(Client(world.address, authkey=_key(world)))
-        except BaseException as error:  # noqa: BLE001 - `_connected` raises it
+        except BaseException as error:  # noqa: BLE001 - `_connect_once` raises it
             outcome.put(error)
 
     threading.Thread(target=attempt, daemon=True).start()
     try:
-        result = outcome.get(timeout=max(_AGAIN, deadline - time.monotonic()))
+        result = outcome.get(timeout=max(_RETRY_SECONDS, deadline - time.monotonic()))
     except Empty:
         raise TimeoutError("no answer") from None
     if isinstance(result, BaseException):
@@ -119,7 +119,7 @@ def knock(address: Address) -> None:
         visitor.connect(address)
 
 
-def shown(address: Address) -> str:
+def address_text(address: Address) -> str:
     """Return an address as text, for messages."""
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else address
 

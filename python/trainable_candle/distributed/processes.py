@@ -224,8 +224,8 @@ class Processes:
     def _explained(self) -> Iterator[None]:
         """Return a context that raises NCCL's errors as `DistributedError`.
 
-        If the run has failed already, the error has the reason of that. `CudaUnavailableError`
-        stays as it is.
+        If the run has failed already, the error gives the reason for that failure instead.
+        `CudaUnavailableError` stays as it is.
         """
         try:
             yield

@@ -131,12 +131,16 @@ def train(
             tried = f" (failure {failures + 1})" if failures else ""
             raise DistributedError(f"ray: {text}{tried}")
         report(f"ray: {text}; starting again")
-    raise AssertionError
+    raise AssertionError  # Not reached: `count` has no end.
 
 
 def _weight(outcome: Outcome) -> int:
     """Return how well an outcome explains why the run ended; 0 for a success."""
-    return 0 if not outcome.error else 1 if outcome.follows else 3 if outcome.is_final else 2
+    if not outcome.error:
+        return 0
+    if outcome.follows:
+        return 1
+    return 3 if outcome.is_final else 2
 
 
 class _Workers:
@@ -237,7 +241,7 @@ class _Workers:
             actor.run.remote(config, world)
             for actor, world in zip(self._actors, worlds, strict=True)
         ]
-        return self._watched(guard)
+        return self._wait_for_outcomes(guard)
 
     def _world(self, rank: int, port: int, job: str) -> World | None:
         """Return what process `rank` knows of the others; None for a single process."""
@@ -275,7 +279,7 @@ class _Workers:
                     "folder that all machines share, or --max-failures 0"
                 )
 
-    def _watched(self, guard: InterruptGuard) -> list[Outcome]:
+    def _wait_for_outcomes(self, guard: InterruptGuard) -> list[Outcome]:
         """Wait for all processes, and return their outcomes, by rank.
 
         After one has failed, wait for the others for at most `GRACE` seconds. Pass a signal on.

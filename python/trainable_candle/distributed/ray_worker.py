@@ -37,7 +37,7 @@ FINAL: Final = (
     WeightsFormatError,
 )
 """Errors that another attempt would meet, too."""
-_EVERY: Final = 10.0
+_LINE_SECONDS: Final = 10.0
 """The least number of seconds between two lines of progress; the last step has a line anyway."""
 _LOOK_SECONDS: Final = 3.0
 """Seconds that a file written by another machine may take to become visible."""
@@ -74,7 +74,7 @@ class Worker:
     """A process of a run, as an actor. It can use only the GPU that Ray has reserved for it."""
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
+        self._stop_requested = threading.Event()
         """Set when the run is to stop."""
 
     def place(self) -> Place:
@@ -119,18 +119,18 @@ class Worker:
 
     def stop(self) -> None:
         """Make all processes save and end after the current step."""
-        self._asked.set()
+        self._stop_requested.set()
 
     def run(self, config: TrainConfig, world: World | None) -> Outcome:
         """Train, and return how that ended.
 
         An exception becomes a part of the result, because Ray cannot transfer every exception.
         """
-        callbacks = [_StopIfSet(self._asked), _Lines()]
+        callbacks = [_StopIfSet(self._stop_requested), _ProgressLines()]
         try:
             # Ray forwards printed lines to the process that started the run.
             run = train_adapter(
-                config, callbacks=callbacks, progress=False, report=_printed, world=world
+                config, callbacks=callbacks, progress=False, report=_print_line, world=world
             )
         except Exception as error:  # noqa: BLE001 - the caller gets it
             text = str(error) or type(error).__name__
@@ -154,7 +154,7 @@ class _StopIfSet(Callback):
             trainer.stop()
 
 
-class _Lines(Callback):
+class _ProgressLines(Callback):
     """Prints progress in lines, for a log."""
 
     def __init__(self) -> None:
@@ -163,12 +163,12 @@ class _Lines(Callback):
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Print a line if the last one is old enough or the run is complete."""
         now = time.monotonic()
-        if now - self._printed_at < _EVERY and report.step < trainer.steps:
+        if now - self._printed_at < _LINE_SECONDS and report.step < trainer.steps:
             return
         self._printed_at = now
         speed = f", {report.rate:.3g} a second" if report.amount else ""
-        _printed(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
+        _print_line(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
 
 
-def _printed(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

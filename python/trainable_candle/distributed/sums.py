@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.group import Group
 
 
-class Mine(NamedTuple):
+class OwnTerms(NamedTuple):
     """The terms of this process in the sums of a step, besides its gradients."""
 
     losses: Sequence[Tensor]
     """The loss of each batch, an f64 tensor without dimensions."""
     shares: Sequence[float]
     """The weight of each loss in the loss of the step."""
-    asked: bool
+    stop_requested: bool
     """Whether this process was asked to stop."""
     amount: float
     """The number of images, tokens or other units that this process trains on in the step."""
 
 
 def sum_up(
-    group: Group, parameters: Mapping[str, Var], mine: Mine, *, weighed: bool
+    group: Group, parameters: Mapping[str, Var], own: OwnTerms, *, divide_by_shares: bool
 ) -> list[Tensor]:
     """Add up the gradients of all processes, in place, and their losses and counts.
 
     Args:
         group: the processes.
         parameters: the variables with the gradients.
-        mine: the losses and counts of this process.
-        weighed: whether the sum of the `shares` of all processes may differ from 1; if so, the
-            gradients and the loss are divided by this sum.
+        own: the losses and counts of this process.
+        divide_by_shares: whether to divide the gradients and the loss by the sum of the `shares`
+            of all processes. Batches with weights need this: no process knows the sum before.
 
     Returns:
         The mean loss, how many processes were asked to stop, and the sum of the amounts: f64
@@ -47,14 +47,14 @@ def sum_up(
     Raises:
         DistributedError: another process has failed.
     """
-    terms = [share * loss for share, loss in zip(mine.shares, mine.losses, strict=True)]
-    counts = [math.fsum(mine.shares), float(mine.asked), mine.amount]
-    extra = tc.tensor(counts, dtype="f64", device=mine.losses[0].device)
+    terms = [share * loss for share, loss in zip(own.shares, own.losses, strict=True)]
+    counts = [math.fsum(own.shares), float(own.stop_requested), own.amount]
+    extra = tc.tensor(counts, dtype="f64", device=own.losses[0].device)
     tail = tc.cat([tc.stack(terms).sum().reshape((1,)), extra])
-    loss, shares, asked, amount = group.sum_gradients(parameters, tail).chunk(4)
-    if weighed:
+    loss, shares, stop_requests, amount = group.sum_gradients(parameters, tail).chunk(4)
+    if divide_by_shares:
         loss = loss / shares
         vectors = gradient_vectors(parameters)
         divisor = shares.to(vectors[0].dtype)
         set_gradient_vectors(parameters, [vector / divisor for vector in vectors])
-    return [total.reshape(()) for total in (loss, asked, amount)]
+    return [total.reshape(()) for total in (loss, stop_requests, amount)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import trainable_candle as tc
 from trainable_candle.distributed.group import Alone
-from trainable_candle.distributed.sums import Mine, sum_up
+from trainable_candle.distributed.sums import OwnTerms, sum_up
 from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
@@ -375,8 +375,9 @@ class Trainer(Generic[Batch]):
         values = [loss.to("f64").reshape(()) for loss in losses]
         if self.group.size > 1:
             amount = math.fsum(batch.amount for batch in batches)
-            mine = Mine(values, [batch.share for batch in batches], self._asked, amount)
-            values = sum_up(self.group, self.parameters, mine, weighed=self._weigh is not None)
+            own = OwnTerms(values, [batch.share for batch in batches], self._asked, amount)
+            has_weights = self._weigh is not None
+            values = sum_up(self.group, self.parameters, own, divide_by_shares=has_weights)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = tc.optim.clip_grad_norm_(parameters, limit)
