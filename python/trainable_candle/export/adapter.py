@@ -35,10 +35,10 @@ class Factors(NamedTuple):
     magnitude: Array | None = None
     """(out,): with DoRA, the Euclidean norms of the rows of the changed weight."""
 
-    def rows(self, some: slice) -> Factors:
-        """Return the change of the rows `some` of the weight."""
-        magnitude = None if self.magnitude is None else self.magnitude[some]
-        return Factors(self.down, self.up[some], magnitude)
+    def rows(self, selected: slice) -> Factors:
+        """Return the change of the `selected` rows of the weight."""
+        magnitude = None if self.magnitude is None else self.magnitude[selected]
+        return Factors(self.down, self.up[selected], magnitude)
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ def require_fit(
     for key, shape in _mlx_factors(path).items():
         layer, _, factor = key.rpartition(".")
         outputs, inputs = layers.get(layer, (0, 0))[:2]
-        size, fitting = (shape[1], outputs) if factor == "lora_b" else (shape[0], inputs)
-        if size != fitting:
+        size, required = (shape[1], outputs) if factor == "lora_b" else (shape[0], inputs)
+        if size != required:
             raise WeightsFormatError(
                 f"{path}: {key} has the shape {list(shape)}, which does not fit "
                 + (f"a weight of shape {[outputs, inputs]}" if layer in layers else "this model")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 """The value of `general.file_type` for each kind that `write_model` offers for matrices."""
+_QUANTIZATION_VERSION: Final = 2
+"""ggml's number for the current layouts of quantized blocks (`GGML_QNT_VERSION`)."""
 _OUTSIDE: Final = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -67,31 +69,32 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
     names = shards(weights)
     config = read_object(weights / CONFIG)
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
-    facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
+    facts["general.file_type"] = FILE_TYPES[kind]
+    facts["general.quantization_version"] = _QUANTIZATION_VERSION
     unmerged = dict(adapter.layers)
     entries = _rotary_divisors(config)
     for name in names:
         for key, tensor in tc.load_file(weights / name).items():
-            ours = key.removeprefix("model.")
+            name_in_model = key.removeprefix("model.")
             # llama.cpp computes the frequencies, and takes a missing head to be the embedding.
-            if ours.endswith("rotary_emb.inv_freq"):
+            if name_in_model.endswith("rotary_emb.inv_freq"):
                 continue
-            if ours == "lm_head.weight" and config.get("tie_word_embeddings"):
+            if name_in_model == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
-            layer = f"model.{ours.removesuffix('.weight')}"
+            layer = f"model.{name_in_model.removesuffix('.weight')}"
             factors = unmerged.pop(layer, None)
-            theirs = parameter_name(ours)
+            gguf_name = parameter_name(name_in_model)
 
             def values(
-                tensor: Tensor = tensor, factors: Any = factors, theirs: str = theirs
+                tensor: Tensor = tensor, factors: Any = factors, gguf_name: str = gguf_name
             ) -> Tensor:
                 exact = tensor.to("f32")
                 if factors is not None:
                     exact = add_factors(exact, factors)
-                return _ordered(exact, theirs, config)
+                return _ordered(exact, gguf_name, config)
 
             shape = tuple(tensor.shape)
-            entries.append(Entry(theirs, shape, _kind_of(shape, kind), values))
+            entries.append(Entry(gguf_name, shape, _kind_of(shape, kind), values))
     if unmerged:
         raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(unmerged))}")
     partial = path.with_name(f"{path.name}.partial")
@@ -110,19 +113,19 @@ def _kind_of(shape: Sequence[int], kind: str) -> str:
     return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
 
 
-def parameter_name(ours: str) -> str:
-    """Return llama.cpp's name of a parameter; `ours` is the parameter's name without `model.`.
+def parameter_name(name: str) -> str:
+    """Return llama.cpp's name of a parameter; `name` is transformers' name without `model.`.
 
     Raises:
         ConfigError: llama.cpp has no name for the parameter.
     """
-    if ours in _OUTSIDE:
-        return _OUTSIDE[ours]
-    layer, _, parameter = ours.rpartition(".")
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    layer, _, parameter = name.rpartition(".")
     match = gguf.LAYER.fullmatch(f"model.{layer}")
     names = gguf.NAMES | _NORMS
     if not match or match[2] not in names:
-        raise ConfigError(f"export: llama.cpp has no name for {ours}")
+        raise ConfigError(f"export: llama.cpp has no name for {name}")
     return f"blk.{match[1]}.{names[match[2]]}.{parameter}"
 
 
@@ -149,6 +152,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
     heads = int(config["num_attention_heads"])
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
     rope = _rope(config)
+    # Where a field may be missing, the default is that of transformers' `LlamaConfig`.
     context = int(config.get("max_position_embeddings", 2048))
     facts: dict[str, Fact] = {
         "general.architecture": name,

@@ -113,8 +113,8 @@ def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[
     if other_ends:
         key = "eos_token_id" if end is None else "eot_token_id"
         facts[f"{_PREFIX}{key}"] = other_ends[0]
-    first = named.get("bos_token")
-    facts[f"{_PREFIX}add_bos_token"] = first is not None and first in post_processor
+    bos = named.get("bos_token")
+    facts[f"{_PREFIX}add_bos_token"] = bos is not None and bos in post_processor
     templates = chat_templates(folder, config)
     others = sorted(templates.keys() - {DEFAULT})
     if templates:

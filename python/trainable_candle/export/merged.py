@@ -173,15 +173,15 @@ def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
     step = max(1, AT_ONCE // width)
     parts = []
     for start in range(0, count, step):
-        some = slice(start, min(start + step, count))
-        before = weight[some].to("f32")
-        exact = add_factors(before, factors.rows(some))
+        rows = slice(start, min(start + step, count))
+        before = weight[rows].to("f32")
+        exact = add_factors(before, factors.rows(rows))
         after = exact.to(str(weight.dtype))
-        change, kept = exact - before, after.to("f32") - before
-        lost = change - kept
-        result.changed += int((kept != 0).to("f32").sum().item())
+        change, rounded_change = exact - before, after.to("f32") - before
+        loss = change - rounded_change
+        result.changed += int((rounded_change != 0).to("f32").sum().item())
         result.squared_change += (change * change).sum().item()
-        result.squared_loss += (lost * lost).sum().item()
+        result.squared_loss += (loss * loss).sum().item()
         parts.append(after)
     result.weights += count * width
     return tc.cat(parts)

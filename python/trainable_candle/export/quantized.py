@@ -205,6 +205,7 @@ def _codes(matrix: _Matrix, to: str) -> Tensor:
 
 def _nf4_values() -> _Floats:
     """Return the sixteen values of NF4 in ascending order, found by rounding numbers."""
+    # 64 blocks of 63 numbers between -1 and 1 are dense enough to be rounded to every value.
     count = 64
     numbers = np.linspace(-1, 1, count * (_BLOCK - 1), dtype=np.float32).reshape(count, _BLOCK - 1)
     # The last number of each block is 1, so that the scale of the block is 1.
