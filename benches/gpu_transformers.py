@@ -178,7 +178,7 @@ def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor,
     if case.kind == "zimage":
         return (random(*latents), text, timesteps)
     if case.kind == "flux2":
-        image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
+        image_ids, text_ids = positions(side, side, case.tokens, device, has_text_axis=True)
         return (random(area, channels), text, timesteps, image_ids, text_ids)
     image_ids, text_ids = positions(side, side, case.tokens, device)
     if case.kind == "chroma":

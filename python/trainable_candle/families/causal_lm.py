@@ -119,13 +119,16 @@ class CausalLM:
 
     @property
     def repeats(self) -> bool:
-        """See `TextFamily.repeats`; some kinds of rotary scaling depend on the longest text."""
+        """Whether packed rows of equal size run the same operations, whatever texts they contain.
+
+        They do not if the kind of rotary scaling depends on the length of the longest text.
+        """
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind in {"longrope", "su"}:
-            # The longest text determines which of these lists applies; if they are equal, it has no
-            # effect.
+            # The longest text determines which of the two lists of factors applies. If the lists
+            # are equal, its length has no effect.
             return bool(scaling["short_factor"] == scaling["long_factor"])
         return kind != "dynamic"
 

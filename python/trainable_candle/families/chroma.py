@@ -56,7 +56,7 @@ class ChromaTexts:
 
         L is the longest length. Zeros follow the features of shorter captions.
         """
-        return in_rows([self._t5.words(caption) for caption in captions])
+        return in_rows([self._t5.encode_unpadded(caption) for caption in captions])
 
 
 class Chroma(FlowFamily[ChromaTexts]):
@@ -72,8 +72,8 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Chroma's blocks have Flux's layers. As in other trainers, the approximator, which computes the
     # blocks' modulation, gets no adapters.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
-    drawing: ClassVar[Usual] = Usual(35, 5.0)
-    distilled: ClassVar[Usual] = Usual(16, 1.0)
+    drawing: ClassVar[Usual] = Usual(steps=35, guidance=5.0)
+    distilled: ClassVar[Usual] = Usual(steps=16, guidance=1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
@@ -84,8 +84,8 @@ class Chroma(FlowFamily[ChromaTexts]):
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
-        made = self.facts.parts["text_encoder"].config["d_model"]
-        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
+        width = self.facts.parts["text_encoder"].config["d_model"]
+        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
 
     @property
     def distillation(self) -> str | None:

@@ -76,9 +76,9 @@ class Pixels:
         """Return the grey pixels as `mean`; see `to_model`."""
         return {"mean": tc.tensor(to_model(pixels))}
 
-    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
-        """Return the grey pixels in `kept`; nothing is drawn with `normal`."""
-        return kept["mean"]
+    def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
+        """Return the grey pixels in `encoded`; nothing is drawn with `normal`."""
+        return encoded["mean"]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the latents, which are the pixels already."""

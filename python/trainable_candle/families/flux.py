@@ -98,7 +98,7 @@ class Flux(FlowFamily[FluxTexts]):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
-    drawing: ClassVar[Usual] = Usual(28, 3.5)
+    drawing: ClassVar[Usual] = Usual(steps=28, guidance=3.5)
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
@@ -129,11 +129,11 @@ class Flux(FlowFamily[FluxTexts]):
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
         config, parts = self.facts.config, self.facts.parts
-        of_clip = parts["text_encoder"].config["hidden_size"]
-        of_t5 = parts["text_encoder_2"].config["d_model"]
+        clip_width = parts["text_encoder"].config["hidden_size"]
+        t5_width = parts["text_encoder_2"].config["d_model"]
         return {
-            "text_encoder": Features(of_clip, config["pooled_projection_dim"]),
-            "text_encoder_2": Features(of_t5, config["joint_attention_dim"]),
+            "text_encoder": Features(clip_width, config["pooled_projection_dim"]),
+            "text_encoder_2": Features(t5_width, config["joint_attention_dim"]),
         }
 
     def check(self) -> None:

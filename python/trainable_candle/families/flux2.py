@@ -85,7 +85,7 @@ class Flux2(FlowFamily[Flux2Texts]):
     )
     schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
     coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
-    drawing: ClassVar[Usual] = Usual(50, 4.0)
+    drawing: ClassVar[Usual] = Usual(steps=50, guidance=4.0)
     text_tokens: ClassVar[int] = MOST_TOKENS
     goes_with: ClassVar[str] = "FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
     model: Flux2Transformer
@@ -128,8 +128,8 @@ class Flux2(FlowFamily[Flux2Texts]):
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
-        made = len(LAYERS) * self.facts.parts["text_encoder"].config["hidden_size"]
-        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
+        width = len(LAYERS) * self.facts.parts["text_encoder"].config["hidden_size"]
+        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
 
     def check(self) -> None:
         """Check the parts, and that no setting asks a distilled model for guidance.
@@ -184,7 +184,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Return the velocity that the transformer predicts, in the shape of `sample`."""
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
-        image_at, text_at = positions(height, width, text.shape[1], self.device, counts_words=True)
+        image_at, text_at = positions(height, width, text.shape[1], self.device, has_text_axis=True)
         predicted = self.model(as_tokens(sample), text, times / 1000.0, image_at, text_at)
         return from_tokens(predicted, (height, width))
 

@@ -90,7 +90,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         "Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
-    drawing: ClassVar[Usual] = Usual(50, 4.0)
+    drawing: ClassVar[Usual] = Usual(steps=50, guidance=4.0)
     no_prompt: ClassVar[str] = " "
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(
@@ -141,8 +141,9 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
-        made = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
-        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
+        # The shape of a linear weight is (out, in); `in` is the width of the hidden states.
+        width = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
+        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
 
     def load_encoders(self) -> QwenImageTexts:
         """Load Qwen2.5-VL, without its vision encoder, and its tokenizer."""
@@ -191,7 +192,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         """Return what encoded captions depend on: encoder, tokenizer, dtype, token counts."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
-            "tokenizer": file_identity(tokenizer_folder(self, Qwen25VL.of)),
+            "tokenizer": file_identity(tokenizer_folder(self, Qwen25VL.display_name)),
             "dtype": self.text_precision,
             "tokens": f"{_MOST_TOKENS} after {_DROPPED}",
         }

@@ -100,7 +100,7 @@ class SD3(FlowFamily[SD3Texts]):
     # The layers that SimpleTuner adapts: those of the image tokens' attention. Some blocks of
     # medium, the "dual" ones, have a second such attention, whose layers are adapted too.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    drawing: ClassVar[Usual] = Usual(28, 4.5)
+    drawing: ClassVar[Usual] = Usual(steps=28, guidance=4.5)
     schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0, last=shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
     scaling: ClassVar[float | None] = 1.5305
@@ -121,11 +121,13 @@ class SD3(FlowFamily[SD3Texts]):
         """See `FlowFamily.text_features`; the pooled features are those of both CLIP encoders."""
         config, parts = self.facts.config, self.facts.parts
         clips = ("text_encoder", "text_encoder_2")
-        of_clips = sum(pooled_width(parts[part].config) for part in clips)
-        of_t5 = parts["text_encoder_3"].config["d_model"]
+        clips_width = sum(pooled_width(parts[part].config) for part in clips)
+        t5_width = parts["text_encoder_3"].config["d_model"]
         return {
-            "text_encoder with text_encoder_2": Features(of_clips, config["pooled_projection_dim"]),
-            "text_encoder_3": Features(of_t5, config["joint_attention_dim"]),
+            "text_encoder with text_encoder_2": Features(
+                clips_width, config["pooled_projection_dim"]
+            ),
+            "text_encoder_3": Features(t5_width, config["joint_attention_dim"]),
         }
 
     @property

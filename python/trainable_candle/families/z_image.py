@@ -84,7 +84,7 @@ class ZImage(FlowFamily[ZImageTexts]):
     drawing: ClassVar[Usual] = Usual(steps=50, guidance=5.0)
     distilled: ClassVar[Usual] = Usual(steps=9, guidance=1.0)
     reads_texts_apart: ClassVar[bool] = True
-    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
     overflows: ClassVar[bool] = True
     scaling: ClassVar[float | None] = 0.3611
@@ -95,8 +95,8 @@ class ZImage(FlowFamily[ZImageTexts]):
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
-        made = self.facts.parts["text_encoder"].config["hidden_size"]
-        return {"text_encoder": Features(made, self.facts.config["cap_feat_dim"])}
+        width = self.facts.parts["text_encoder"].config["hidden_size"]
+        return {"text_encoder": Features(width, self.facts.config["cap_feat_dim"])}
 
     @property
     def distillation(self) -> str | None:

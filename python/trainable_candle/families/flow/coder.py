@@ -61,14 +61,14 @@ class NormedKLCoder(KLCoder):
 
     def latents(
         self,
-        kept: Mapping[str, Tensor],
+        encoded: Mapping[str, Tensor],
         normal: Callable[[], Tensor] | None,  # noqa: ARG002
     ) -> Tensor:
-        """Return the means in `kept`, packed and normalised.
+        """Return the means in `encoded`, packed and normalised.
 
         As in diffusers' training script, latents are not drawn from their distribution.
         """
-        packed = squares(kept["mean"])
+        packed = squares(encoded["mean"])
         mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
         return (packed - mean) / deviation
 
@@ -106,9 +106,9 @@ class QwenImageCoder(KLCoder):
         )
         self._statistics = mean, deviation
 
-    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents of the distributions in `kept`, drawn with `normal` and normalised."""
-        drawn = self.drawn(kept, normal)
+    def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Return latents of the distributions in `encoded`, drawn with `normal` and normalised."""
+        drawn = self.drawn(encoded, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
         return (drawn - mean) / deviation
 

@@ -28,8 +28,8 @@ E = TypeVar("E", bound=Encoders)
 class Features(NamedTuple):
     """The numbers of features of a text, or of each of its tokens."""
 
-    made: int
-    """The number of features that the text encoder makes."""
+    produced: int
+    """The number of features that the text encoder produces."""
     read: int
     """The number of features that the transformer reads."""
 
@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
     """Whether the published model computes values that are too large for f16."""
     goes_with: ClassVar[str]
     """The clause for messages that names the model's text encoders."""
-    distilled: ClassVar[Usual] = Usual(4, 1.0)
+    distilled: ClassVar[Usual] = Usual(steps=4, guidance=1.0)
     """How images are drawn by default with a model that was distilled to a few steps."""
     held_tensors: ClassVar[int] = 12
     """The most tensors, of `width` values for each token, that a block holds without a tape."""
@@ -118,12 +118,12 @@ class FlowFamily(PipelineFamily[E]):
         """
         super().require_own()
         facts = self.facts
-        made, read = facts.latent_channels, facts.config["in_channels"]
-        read //= self.patch**2 if self.packs else 1
-        if made != read:
+        channels, channels_read = facts.latent_channels, facts.config["in_channels"]
+        channels_read //= self.patch**2 if self.packs else 1
+        if channels != channels_read:
             raise ConfigError(
-                f"vae: the latents of {facts.parts['vae'].path} have {made} channels, but the "
-                f"transformer reads {read}; give the autoencoder of the same model"
+                f"vae: the latents of {facts.parts['vae'].path} have {channels} channels, but the "
+                f"transformer reads {channels_read}; give the autoencoder of the same model"
             )
         scale = facts.parts["vae"].config.get("scaling_factor")
         if self.scaling is not None and scale != self.scaling:
@@ -133,9 +133,9 @@ class FlowFamily(PipelineFamily[E]):
                 "autoencoder of the same model"
             )
         for part, features in self.text_features.items():
-            if features.made != features.read:
+            if features.produced != features.read:
                 raise ConfigError(
-                    f"{part}: it makes {features.made} features, but the transformer reads "
+                    f"{part}: it makes {features.produced} features, but the transformer reads "
                     f"{features.read}; {self.goes_with}"
                 )
 

@@ -68,7 +68,7 @@ def positions(
     length: int,
     device: str,
     *,
-    counts_words: bool = False,
+    has_text_axis: bool = False,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the positions of an image's tokens, row by row, and of a text's tokens.
@@ -78,7 +78,7 @@ def positions(
         columns: the number of columns of tokens in the image.
         length: the number of tokens of the text.
         device: the device of the results.
-        counts_words: whether there is a fourth axis: token i of the text is at (0, 0, 0, i), and
+        has_text_axis: whether there is a fourth axis: token i of the text is at (0, 0, 0, i), and
             the image is at 0 on this axis. Not with `centred`.
         centred: whether rows and columns are counted from the image's centre, as in Qwen-Image:
             the first row is -ceil(rows / 2), the first column -ceil(columns / 2). Token i of the
@@ -89,12 +89,12 @@ def positions(
         and the text's positions (length, axes), f32. Without either flag, all tokens of the text
         are at (0, 0, 0).
     """
-    axes = 4 if counts_words else 3
+    axes = 4 if has_text_axis else 3
     image = np.zeros((rows, columns, axes), np.float32)
     image[..., 1] = np.arange(rows)[:, None]
     image[..., 2] = np.arange(columns)
     text = np.zeros((length, axes), np.float32)
-    if counts_words:
+    if has_text_axis:
         text[:, 3] = np.arange(length)
     if centred:
         image[..., 1] -= rows - rows // 2

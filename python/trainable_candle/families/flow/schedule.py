@@ -160,4 +160,5 @@ class KleinSchedule(FlowSchedule):
         at_200 = 0.00016927 * tokens + 0.45666666
         if tokens > _MOST_FITTED:
             return math.exp(at_200)
+        # The line through (10, at_10) and (200, at_200), whose steps differ by 190.
         return math.exp(at_200 + (steps - 200) * (at_200 - at_10) / 190)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Split
 
-_ENCODER_IMAGES: Final = 6
+_FEATURE_MAPS: Final = 6
 """The number of feature maps that the autoencoder holds at once for an image. Each has the image's
 height and width, and `vae_width` channels."""
 _OF_STEPS: Final = ("activations", "backward pass")
@@ -116,6 +116,7 @@ def estimate(
         # In addition to these images, there are the one that is encoded and its copy in a batch.
         images.append(Item("images", "decoded ahead", 3 * area * (min(AHEAD, count) + 2)))
 
+    # Activations are estimated for a square image with the area of the largest one.
     side = int(area**0.5) // facts.factor
     sample = {"height": side, "width": side, "tokens": family.text_tokens}
     adapter = adapter_config(config, family.targets, family.formats)
@@ -142,12 +143,16 @@ def estimate(
         "training": _together(training),
     }
     if config.sample_prompts:
-        drawn = _largest(config, data.train.options.resolution)
-        drawing = _drawing(family, itemsize, drawn) + _DRAWN_BYTES * drawn
+        preview_area = _largest(config, data.train.options.resolution)
+        drawing = _drawing(family, itemsize, preview_area) + _DRAWN_BYTES * preview_area
         idle = [item for item in training if item.what not in _OF_STEPS]
         phases["drawing previews"] = [*_together(idle), Item("previews", "activations", drawing)]
-    stored = any(facts.parts[part].stored_format for part in facts.text_encoders)
-    work = replace(model.work, states=model.work.states + text_states, texts_have_format=stored)
+    texts_have_format = any(facts.parts[part].stored_format for part in facts.text_encoders)
+    work = replace(
+        model.work,
+        states=model.work.states + text_states,
+        texts_have_format=texts_have_format,
+    )
     return Estimate(phases, config.on_gpu, work, model.host + text_states)
 
 
@@ -206,7 +211,7 @@ def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
 
 def _coding(facts: Facts) -> int:
     """Return the bytes that the autoencoder takes per pixel to encode or decode an image."""
-    return 4 * facts.vae_width * _ENCODER_IMAGES
+    return 4 * facts.vae_width * _FEATURE_MAPS
 
 
 def sampling_bytes(

@@ -48,6 +48,6 @@ def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str,
         OSError: a file cannot be read.
     """
     return {
-        name: file_identity(folder if (folder := weights / name).is_dir() else ours)
-        for name, ours in shipped.items()
+        name: file_identity(folder if (folder := weights / name).is_dir() else package_copy)
+        for name, package_copy in shipped.items()
     }

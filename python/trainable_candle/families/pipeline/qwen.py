@@ -44,13 +44,13 @@ class QwenEncoder:
             model.
     """
 
-    of: ClassVar[str]
+    display_name: ClassVar[str]
     """The model's name in messages."""
 
     def __init__(
         self, family: PipelineFamily[Any], layers: int | None, **template: Unpack[Template]
     ) -> None:
-        folder = tokenizer_folder(family, self.of)
+        folder = tokenizer_folder(family, self.display_name)
         self.tokenizer = PromptTokenizer.from_pretrained(folder, **template)
         self._model = CausalLM.from_pretrained(
             **family.source("text_encoder"),
@@ -78,7 +78,7 @@ class Qwen25VL(QwenEncoder):
             model.
     """
 
-    of: ClassVar[str] = "Qwen2.5-VL"
+    display_name: ClassVar[str] = "Qwen2.5-VL"
 
     def __init__(self, family: PipelineFamily[Any], system: str) -> None:
         super().__init__(family, None, system=system)
@@ -106,7 +106,7 @@ class Qwen3(QwenEncoder):
             model.
     """
 
-    of: ClassVar[str] = "Qwen3"
+    display_name: ClassVar[str] = "Qwen3"
 
     def __init__(self, family: PipelineFamily[Any], layers: Sequence[int], *, thinks: bool) -> None:
         super().__init__(family, max(layers), thinks=thinks)
@@ -131,7 +131,7 @@ class Qwen3(QwenEncoder):
         return states
 
 
-def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
+def tokenizer_folder(family: PipelineFamily[Any], display_name: str = Qwen3.display_name) -> Path:
     """Return the folder with the text encoder's `tokenizer.json` or `vocab.json`.
 
     It is the first of these folders that has one of the files: `tokenizer` in the pipeline's
@@ -140,7 +140,7 @@ def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
 
     Args:
         family: the family with the weights.
-        of: the text encoder's name in messages.
+        display_name: the text encoder's name in messages.
 
     Raises:
         WeightsFormatError: none of these folders has one of the files.
@@ -152,6 +152,7 @@ def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
         if (place / FILE).is_file() or (place / VOCABULARY).is_file():
             return place
     raise WeightsFormatError(
-        f"tokenizer: there is no {FILE} or {VOCABULARY} of {of} with {family.weights}; give the "
-        f"folder of the pipeline, or put the pipeline's folder `tokenizer` next to {encoder}"
+        f"tokenizer: there is no {FILE} or {VOCABULARY} of {display_name} with {family.weights}; "
+        "give the folder of the pipeline, or put the pipeline's folder `tokenizer` next to "
+        f"{encoder}"
     )

@@ -104,12 +104,12 @@ class TextEncoders:
         """Return what `__call__` returns, for `batch` captions, from the result of `tokens`."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
-            found = model(tokens[name])
-            hidden = found.hidden_states[-(self._clip_skip + 2)]
+            output = model(tokens[name])
+            hidden = output.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
             # Keep the pooled features of each caption's first chunk, (batch, 1, features). Those of
             # the second encoder replace those of the first encoder.
-            pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
+            pooled = output.pooled.reshape(batch, -1, output.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
 

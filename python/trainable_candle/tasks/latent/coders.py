@@ -39,12 +39,12 @@ class Coder(Protocol):
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
         """Encode images (n, h, w, 3), 0 to 255; return tensors of n rows by name, for a cache."""
 
-    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+    def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """Return the latents (n, channels, h / factor, w / factor) that the model learns, f32.
 
         Args:
-            kept: the result of `encode`.
-            normal: returns standard normal numbers in the shape of `kept["mean"]`. A coder that
+            encoded: the result of `encode`.
+            normal: returns standard normal numbers in the shape of `encoded["mean"]`. A coder that
                 encodes images as distributions draws the latents with them; if None, the latents
                 are the means.
         """
@@ -115,20 +115,20 @@ class KLCoder:
         mean, logvar = self.model.encode(image / 127.5 - 1.0, tile_size=tile)
         return {"mean": mean, "logvar": logvar}
 
-    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+    def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """Return latents as `drawn` does, but shifted and scaled for the model."""
-        latents = self.drawn(kept, normal)
+        latents = self.drawn(encoded, normal)
         shifted = latents - self._shift_factor if self._shift_factor else latents
         return shifted * self._scaling_factor
 
     @staticmethod
-    def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Draw latents from the distributions `kept`, or take their means if `normal` is None.
+    def drawn(encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Draw latents from the distributions `encoded`, or take their means if `normal` is None.
 
         The latents are neither shifted nor scaled.
         """
-        mean = kept["mean"]
-        return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
+        mean = encoded["mean"]
+        return mean if normal is None else mean + (encoded["logvar"] * 0.5).exp() * normal()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Undo the scale and the shift of `latents`, and decode to images (n, 3, h, w), -1 to 1."""
