@@ -20,7 +20,7 @@ _OVERSAMPLED: Final = 16
 """The number of columns that the random matrix of `approximate` has in addition to the rank."""
 _ITERATIONS: Final = 4
 """The number of power iterations of `approximate`."""
-WHOLE: Final = 4
+EXACT_RATIO: Final = 4
 """If a matrix's shorter side is at most this many times the rank, no random matrix is used."""
 
 
@@ -91,17 +91,17 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     """
     require_finite(matrix)
     matrix = matrix.astype(np.float32)
-    if min(matrix.shape) <= WHOLE * rank:
+    if min(matrix.shape) <= EXACT_RATIO * rank:
         u, s, vt = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
         return balanced(u, s, vt, rank, keep)
     size = min(rank + _OVERSAMPLED, *matrix.shape)
     probe = np.random.default_rng(seed).standard_normal((matrix.shape[1], size), np.float32)
-    of_columns, _ = np.linalg.qr(matrix @ probe)  # a basis of a part of the column space
+    column_basis, _ = np.linalg.qr(matrix @ probe)  # a basis of a part of the column space
     for _ in range(_ITERATIONS):
-        of_rows, _ = np.linalg.qr(matrix.T @ of_columns)
-        of_columns, _ = np.linalg.qr(matrix @ of_rows)
-    u, s, vt = wide_svd(of_columns.T @ matrix)
-    return balanced(of_columns @ u, s, vt, rank, keep)
+        row_basis, _ = np.linalg.qr(matrix.T @ column_basis)
+        column_basis, _ = np.linalg.qr(matrix @ row_basis)
+    u, s, vt = wide_svd(column_basis.T @ matrix)
+    return balanced(column_basis @ u, s, vt, rank, keep)
 
 
 def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:

@@ -8,7 +8,13 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError
-from trainable_candle.lora.factors import WHOLE, approximate, balanced, require_finite, wide_svd
+from trainable_candle.lora.factors import (
+    EXACT_RATIO,
+    approximate,
+    balanced,
+    require_finite,
+    wide_svd,
+)
 
 if TYPE_CHECKING:
     from trainable_candle import Tensor
@@ -54,7 +60,7 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
         raise ArgumentError(f"pissa: rank is {rank}, expected at least 1")
     exact = weight.detach().to("f32")
     rank = min(rank, *exact.shape)
-    if min(exact.shape) <= WHOLE * rank:
+    if min(exact.shape) <= EXACT_RATIO * rank:
         return approximate(exact.to("cpu").numpy(), rank)
     size = min(rank + max(rank, _LEAST_OVERSAMPLED), *exact.shape)
     probe = np.random.default_rng(seed).standard_normal((exact.shape[1], size), np.float32)

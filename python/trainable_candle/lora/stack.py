@@ -76,14 +76,14 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
     """
     tensors = model.named_tensors()
     parts = {}
-    for layer, found in factors.items():
+    for layer, change in factors.items():
         shape = tensors[f"{layer}.weight"].shape
         if len(shape) == 4:
             # The adapter's `down` of a convolution has its input channels last.
-            down = found.down.reshape(found.rank, *shape[1:]).transpose(0, 2, 3, 1)
-            parts[layer] = [Factors(found.up, down.reshape(found.rank, -1))]
+            down = change.down.reshape(change.rank, *shape[1:]).transpose(0, 2, 3, 1)
+            parts[layer] = [Factors(change.up, down.reshape(change.rank, -1))]
         else:
-            parts[layer] = [found]
+            parts[layer] = [change]
     return _attached(model, parts)
 
 
