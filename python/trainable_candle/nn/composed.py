@@ -381,6 +381,7 @@ def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
         TypeError: If the input is not a tensor.
     """
     _require("elu", input)
+    # -relu(-x) is min(x, 0), for which exp cannot overflow.
     return input.relu() + ((-(-input).relu()).exp() - 1) * alpha
 
 

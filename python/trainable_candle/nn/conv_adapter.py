@@ -75,13 +75,13 @@ class LoRAConv2d(Module):
         Raises:
             ShapeError, DTypeError, DeviceError: If the input does not fit.
         """
-        how = (self.stride, self.padding, self.dilation)
-        result = _conv2d(input, self.weight, self.bias, *how)
+        geometry = (self.stride, self.padding, self.dilation)
+        result = _conv2d(input, self.weight, self.bias, *geometry)
         if not self.enabled:
             return result
         dtype = self.weight.dtype
         dropped = _dropout(input, self.dropout, self.training) if self.dropout else input
-        low_rank = _conv2d(dropped, self.lora_down.to(dtype), None, *how)
+        low_rank = _conv2d(dropped, self.lora_down.to(dtype), None, *geometry)
         return result + _conv2d(low_rank, self.lora_up.to(dtype)) * self.scale
 
     def merge(self) -> Tensor:

@@ -45,7 +45,7 @@ __all__ = [
 def uniform_(
     tensor: Var, a: float = 0.0, b: float = 1.0, generator: Generator | None = None
 ) -> Var:
-    """Set the elements to random values, uniform in [a, b), or to a if b is equal.
+    """Set the elements to random values, uniform in [a, b); if a = b, all are a.
 
         tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
 

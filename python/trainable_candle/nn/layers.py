@@ -127,8 +127,8 @@ class Conv2d(Module):
                 f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
                 f"and of out_channels, {out_channels}"
             )
-        inputs_of_output = inputs * height * width
-        weight, initial_bias = init_linear(inputs_of_output, out_channels, bias, dtype, device)
+        fan_in = inputs * height * width
+        weight, initial_bias = init_linear(fan_in, out_channels, bias, dtype, device)
         shape = (out_channels, inputs, height, width)
         self.weight: Tensor = Var(weight.detach().reshape(shape))
         self.bias: Tensor | None = initial_bias

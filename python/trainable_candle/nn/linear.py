@@ -74,6 +74,7 @@ class Linear(Module):
         self._adopt(weight, shift)
 
     def _adopt(self, weight: object, bias: object) -> None:
+        """Make two tensors the layer's parameters, after checking their types and shapes."""
         _check_tensors("Linear", weight, bias)
         weight, bias = cast("Tensor", weight), cast("Tensor | None", bias)
         if weight.ndim != 2:

@@ -353,6 +353,10 @@ class Module:
     def _all_children(
         self, prefix: str, node: Any, ancestors: set[int]
     ) -> Iterator[tuple[str, Any, Any, Module]]:
+        """Yield what `named_children` yields, for the modules inside `node`.
+
+        `ancestors` has the ids of `node` and of everything around it; it ends cycles.
+        """
         for key, value in _items(node):
             name = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Module):
