@@ -72,7 +72,7 @@ class ChainableScheduler:
             )
         self.base_lrs = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
         if finished < 0:
-            # The current rates, which other schedulers may have changed, not the initial ones.
+            # Start from the current rates: other schedulers may have changed the initial ones.
             self.restart(self.optimizer.group_lrs)
         else:
             self.last_epoch = finished + 1
@@ -415,6 +415,7 @@ class CosineAnnealingLR(ChainableScheduler):
             # The previous rates are `eta_min`, so the quotient below would divide by 0.
             rise = (1 - math.cos(angle)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
+        # How much the height of the cosine above `eta_min` changes since the previous epoch.
         factor = (1 + math.cos(angle * self.last_epoch)) / (
             1 + math.cos(angle * (self.last_epoch - 1))
         )
