@@ -56,7 +56,7 @@ class ChromaTexts:
 
         L is the longest length. Zeros follow the features of shorter captions.
         """
-        return in_rows([self._t5.encode_unpadded(caption) for caption in captions])
+        return in_rows([self._t5.encode_one(caption) for caption in captions])
 
 
 class Chroma(FlowFamily[ChromaTexts]):

@@ -82,13 +82,13 @@ class T5:
         return len(self._tokenizer.encode(caption)) + 1 > self._length
 
     def read_tokens(self, caption: str) -> int:
-        """Return the number of tokens that `encode_unpadded` encodes for a caption.
+        """Return the number of tokens that `encode_one` encodes for a caption.
 
         They are the caption's tokens, the end token and one padding token, but at most `length`.
         """
         return min(self._length, len(self._tokenizer.encode(caption)) + 2)
 
-    def encode_unpadded(self, caption: str) -> Tensor:
+    def encode_one(self, caption: str) -> Tensor:
         """Return the encoder's outputs for a caption and one padding token, which is masked.
 
         Returns:
