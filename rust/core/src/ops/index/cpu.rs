@@ -73,14 +73,15 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
             par_chunks_mut(&mut dx, rows * inner, |piece, dx| {
                 let mut sum = vec![<T as Elem>::Acc::ZERO; inner];
                 let start = piece * rows;
-                // The place in `order` of the first id of the next row of this piece, or of a later row.
+                // The index in `order` of the first id that is not below the id of the current row.
                 let mut next = order.partition_point(|&j| indices[j] < start % size);
                 for (row, dx) in dx.chunks_mut(inner).enumerate() {
-                    let (o, at) = ((start + row) / size, (start + row) % size);
-                    if at == 0 {
+                    // This row is dx[o, id, ..].
+                    let (o, id) = ((start + row) / size, (start + row) % size);
+                    if id == 0 {
                         next = 0;
                     }
-                    let hits = order[next..].iter().take_while(|&&j| indices[j] == at).count();
+                    let hits = order[next..].iter().take_while(|&&j| indices[j] == id).count();
                     for &j in &order[next..next + hits] {
                         let from = (o * indices.len() + j) * inner;
                         add(&mut sum, &g[from..from + inner]);
@@ -139,7 +140,8 @@ pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) ->
             let start = piece * GRAIN;
             // `at` is the index of (o, j, i) in the result, and of its id in `ids`.
             for (at, y) in (start..).zip(y) {
-                *y = x[(at / (count * inner) * size + indices[at]) * inner + at % inner];
+                let (o, i) = (at / (count * inner), at % inner);
+                *y = x[(o * size + indices[at]) * inner + i];
             }
         });
         Ok(y)
@@ -165,6 +167,7 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
                 for (slab, dx) in dx.chunks_mut(size * inner).enumerate() {
                     let start = (piece * slabs + slab) * count * inner;
                     let ids = &indices[start..start + count * inner];
+                    // `at` is the index of (j, i) among the gradients with the same o, so `at % inner` is i.
                     for ((at, g), &id) in g[start..].iter().enumerate().zip(ids) {
                         sum[id * inner + at % inner] += g.to_acc();
                     }

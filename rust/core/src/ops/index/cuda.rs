@@ -1,7 +1,7 @@
 //! The CUDA form: `kernels/index.cu`.
 //!
-//! The host does not read ids, because that would synchronize. A kernel that finds an id out of range records the id's
-//! position on the device, and the next synchronization returns the error.
+//! The host does not read ids, because that would synchronize. A kernel that finds an id out of range writes the id's
+//! position to the device's board, memory that the host reads at the next synchronization, which returns the error.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::index::{
@@ -115,23 +115,26 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     if dx.elem_count() == 0 {
         return Ok(dx);
     }
-    // With fewer ids than `size`, only the elements of `dx` that the ids name are written, so `dx` is set to 0 first.
+    // With fewer ids than `size` (or none), only the elements of `dx` that the ids name are written, so `dx` is set to
+    // 0 first.
     let scatters = ids.elem_count() < size;
-    if scatters || ids.elem_count() == 0 {
+    if scatters {
         fill(&dx, 0.0)?;
     }
     if ids.elem_count() == 0 {
         return Ok(dx);
     }
     let (ids, bytes) = dense_ids(op, ids)?;
-    // The kernels expect 128 threads in a block. Each thread adds the gradients of `wide` elements.
+    // The kernels expect 128 threads in a block. Each thread adds the gradients of `wide` elements, so a tile is
+    // 128 · `wide` of the (outer, inner) elements. A task is a tile of one id, or of one index along `dim` of `dx`.
     let tiles = (sizes.outer * sizes.inner).div_ceil(128 * wide(g.dtype()));
     let tasks = tiles * if scatters { sizes.count } else { sizes.size };
     let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };
     let (dtype, grad, ids, dx_output) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
     let (outer, size, count) = (sizes.outer as u64, count32(op, sizes.size)?, count32(op, sizes.count)?);
     let inner = count32(op, sizes.inner)?;
-    // SAFETY: the tensors are dense and of these sizes. The sums are not split into parts, so `partials` is null.
+    // SAFETY: the tensors are dense and of these sizes. The second dimension of the grid is 1, so the sums are not
+    // split into parts, and no kernel reads or writes `partials`.
     unsafe {
         if scatters {
             let arguments = IndexSelectScatter { grad, ids, dx: dx_output, outer, size, count, inner, id_bytes: bytes };

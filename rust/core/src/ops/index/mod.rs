@@ -79,7 +79,7 @@ pub(super) fn gather_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count
 }
 
 /// The gradient of [`gather_raw`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
-pub(super) fn scatter_raw(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+pub(super) fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     on_device!(
         g.device(),
         cuda => cuda::gather_backward(op, g, ids, dim, size),
@@ -132,7 +132,7 @@ impl Backward for GatherBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (ids, size) = (self.ids.get()?, self.dims[self.dim]);
         // The gradient of the corner of the input that the ids can reach. Outside the corner the gradient is 0.
-        let part = scatter_raw(GATHER.name, context.grad(), &ids, self.dim, size)?;
+        let part = gather_backward(GATHER.name, context.grad(), &ids, self.dim, size)?;
         if part.dims() == self.dims {
             return context.add(0, part);
         }

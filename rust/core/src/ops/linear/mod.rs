@@ -59,7 +59,9 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
                 Some(bias) => bias_rows(bias, x.dims()[0])?,
                 None => compute::unset(LINEAR.name, x, &[x.dims()[0], weight.dims()[0]])?,
             };
-            weight.product(&y, x, bias.is_some())?;
+            // With a bias, `y` has the bias in each row, and the product is added to it.
+            let accumulates = bias.is_some();
+            weight.product(&y, x, accumulates)?;
             Ok(y)
         }
         WeightRef::Streamed(weight) => forward(x, (&weight.here()?).into(), bias),

@@ -1,6 +1,6 @@
 //! Largest and smallest elements. NaN counts both as the largest and as the smallest, as in torch.
 
-use super::super::index::{gather_raw, scatter_raw};
+use super::super::index::{gather_backward, gather_raw};
 use super::super::integer;
 use super::{Reduction, Scale};
 use crate::cpu::{Binary, Real, Ternary};
@@ -84,7 +84,7 @@ impl Backward for PickedBackward {
         let size = self.reduction.input[dim];
         let picked = self.picked.get()?;
         let grad = compute::contiguous(context.grad())?.reshape(self.reduction.keepdim_shape.as_slice())?;
-        context.add(0, scatter_raw(self.op.name, &grad, &picked, dim, size)?)
+        context.add(0, gather_backward(self.op.name, &grad, &picked, dim, size)?)
     }
 }
 
