@@ -38,12 +38,12 @@ fn cross_entropy_plain(logits: &Tensor, targets: &[i64], smoothing: f64, reducti
     let ids: Vec<i64> = targets.iter().map(|&t| t.max(0)).collect();
     let ids = Tensor::constant(from_vec(ids, (targets.len(), 1)));
     let mask: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
-    let counted: f64 = mask.iter().sum();
+    let labelled: f64 = mask.iter().sum();
     let mask = Tensor::constant(from_vec(mask, targets.len()).to_dtype(logits.dtype())?);
     let at_target = log_p.gather(&ids, 1)?.squeeze(1)?.mul_scalar(smoothing - 1.0)?;
     let losses = at_target.add(&log_p.mean(&[1], false)?.mul_scalar(-smoothing)?)?.mul(&mask)?;
     match reduction {
-        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / counted),
+        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / labelled),
         Reduction::Sum => losses.sum_all(),
         Reduction::None => losses.reshape(&logits.dims()[..logits.rank() - 1]),
     }

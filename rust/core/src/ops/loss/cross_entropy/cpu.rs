@@ -139,7 +139,7 @@ pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f
     }))
 }
 
-/// As [`gradient`], for rows of one type; returns the elements of all rows.
+/// [`gradient`] for logits of element type `T`: the elements of all rows.
 fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
     let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
     par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
@@ -173,6 +173,7 @@ pub(in crate::ops::loss) fn gradient(
 
 /// Writes the gradient of the logits `x` of one row to `grad`: `scale` times the gradient of the row's loss.
 fn write_gradient<T: Elem>(grad: &mut [T], x: &[T], class: usize, lse: T::Acc, scale: T::Acc, smoothing: f64) {
+    // The part of the target that smoothing gives to each class.
     let share = T::Acc::from_f64(smoothing / x.len() as f64);
     dispatch(
         #[inline(always)]
@@ -200,7 +201,7 @@ impl Backward for CrossEntropyBackward {
         let scales = match self.reduction {
             Reduction::None => grad,
             Reduction::Sum => vec![grad[0]; self.targets.len()],
-            Reduction::Mean => vec![grad[0] / counted(&self.targets); self.targets.len()],
+            Reduction::Mean => vec![grad[0] / count_labelled(&self.targets); self.targets.len()],
         };
         let grad = gradient(&self.logits.get()?, &self.lse.get()?, &self.targets, &scales, self.smoothing)?;
         context.add(0, grad)
@@ -208,7 +209,7 @@ impl Backward for CrossEntropyBackward {
 }
 
 /// The number of targets that are not ignored.
-fn counted(targets: &Targets) -> f64 {
+fn count_labelled(targets: &Targets) -> f64 {
     targets.iter().flatten().count() as f64
 }
 
@@ -237,7 +238,7 @@ pub(super) fn cross_entropy(
             let result = match reduction {
                 Reduction::None => losses.reshape(leading)?,
                 Reduction::Sum => divided_sum(&losses, 1.0)?,
-                Reduction::Mean => divided_sum(&losses, counted(&targets))?,
+                Reduction::Mean => divided_sum(&losses, count_labelled(&targets))?,
             };
             Ok((cast(&result, logits.dtype())?, [lse].into_iter().collect()))
         },

@@ -28,14 +28,14 @@ impl Backward for CrossEntropyBackward {
         let divisor = self.divisor.as_ref().map(Saved::get).transpose()?;
         let x = contiguous(&logits)?;
         let dx = empty(OP, Gpu::of(OP, &x)?, x.dims(), x.dtype())?;
-        let factors = Turn {
+        let factors = GradientFactors {
             grad: Some(context.grad()),
             of_rows: divisor.is_none(),
             divisor: divisor.as_ref(),
             weights: None,
             smoothing: self.smoothing,
         };
-        turn(OP, &x, &lse, &self.targets, &dx, &factors)?;
+        write_gradient(OP, &x, &lse, &self.targets, &dx, &factors)?;
         context.add(0, dx)
     }
 }
@@ -118,6 +118,7 @@ pub(in crate::ops::loss) fn losses(
             lse: output(op, &lse)?,
             out_of_range: gpu.board().place(op),
             rows: rows as u64,
+            // The logits are dense: row r begins at element r · classes.
             inner: rows as u64,
             outer_stride: 0,
             inner_stride: classes as u64,
@@ -149,13 +150,14 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
         id_bytes: id_bytes(op, &targets.ids)?,
         mean: u32::from(mean),
     };
+    // One block adds the losses of all rows.
     // SAFETY: there is a loss and a target for each row.
     unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1024)?, arguments) }?;
     Ok((result, divisor))
 }
 
-/// The gradient of the result and the constants that [`turn`] needs.
-pub(in crate::ops::loss) struct Turn<'a> {
+/// What [`write_gradient`] multiplies the gradient of each row's loss by, and the label smoothing.
+pub(in crate::ops::loss) struct GradientFactors<'a> {
     /// The gradient of each row's loss, or of the sum or mean of the losses; 1 if absent.
     pub grad: Option<&'a Raw>,
     /// Whether `grad` has an element for each row.
@@ -168,14 +170,15 @@ pub(in crate::ops::loss) struct Turn<'a> {
     pub smoothing: f64,
 }
 
-/// Writes the gradient of dense `logits (rows, classes)` to `dx`, which may be `logits` itself.
-pub(in crate::ops::loss) fn turn(
+/// Writes the gradient of dense `logits (..., classes)` to `dx`, which may be `logits` itself. `lse` is the log-sum-exp
+/// of each row.
+pub(in crate::ops::loss) fn write_gradient(
     op: &'static str,
     logits: &Raw,
     lse: &Raw,
     targets: &Targets,
     dx: &Raw,
-    factors: &Turn<'_>,
+    factors: &GradientFactors<'_>,
 ) -> Result<()> {
     if dx.elem_count() == 0 {
         return Ok(());
@@ -194,6 +197,7 @@ pub(in crate::ops::loss) fn turn(
         weights: optional_input(op, factors.weights)?,
         dx: output(op, dx)?,
         rows: rows as u64,
+        // The logits are dense: row r begins at element r · classes.
         inner: rows as u64,
         outer_stride: 0,
         inner_stride: classes as u64,

@@ -19,7 +19,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
         let (losses, lse) = losses(&logits, &targets, 0.0)?;
         let weights = &weights[rows];
         sum += to_f64_vec(&losses)?.iter().zip(weights).map(|(loss, weight)| loss * weight).sum::<f64>();
-        let gradient = head.is_wanted().then(|| gradient(&logits, &lse, &targets, weights, 0.0));
+        let gradient = head.wants_gradients().then(|| gradient(&logits, &lse, &targets, weights, 0.0));
         Ok(((), gradient.transpose()?))
     })?;
     let sum = from_vec(vec![sum], ()).to_dtype(accumulator(head.h.dtype()))?;
@@ -96,6 +96,7 @@ pub(super) fn log_probs_backward(
 ) -> Result<[Option<Raw>; 2]> {
     let labelled = Labelled::new(op, head, targets)?;
     let grad = to_f64_vec(grad)?;
+    // The loss of a row is the negative of its result.
     let scales: Vec<f64> = labelled.places.iter().map(|&place| -grad[place]).collect();
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();

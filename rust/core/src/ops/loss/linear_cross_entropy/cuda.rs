@@ -2,7 +2,7 @@
 //! rows whose target is ignored.
 
 use super::super::IGNORE_INDEX;
-use super::super::cross_entropy::cuda::{Targets, Turn, losses, turn};
+use super::super::cross_entropy::cuda::{GradientFactors, Targets, losses, write_gradient};
 use super::{Head, OP, accumulator};
 use crate::compute::{self, cast, contiguous};
 use crate::cpu::Mul;
@@ -11,9 +11,9 @@ use crate::{Result, Tensor};
 
 /// The weighted sum of the losses, and its gradients.
 pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
-    let wide = accumulator(head.h.dtype());
-    let weights = weights.map(|weights| contiguous(&cast(weights, wide)?)).transpose()?;
-    let (parts, gradients) = run(OP, head, targets, weights.as_ref(), head.is_wanted())?;
+    let sum_dtype = accumulator(head.h.dtype());
+    let weights = weights.map(|weights| contiguous(&cast(weights, sum_dtype)?)).transpose()?;
+    let (parts, gradients) = run(OP, head, targets, weights.as_ref(), head.wants_gradients())?;
     let losses = joined(head, &parts)?;
     let weighted = weights.map_or_else(|| Ok(losses.clone()), |weights| compute::binary(&losses, &weights, Mul))?;
     Ok((compute::sum(&weighted, &[0], false)?, gradients))
@@ -36,6 +36,7 @@ pub(super) fn log_probs_backward(
     targets: &Tensor,
     grad: &Raw,
 ) -> Result<[Option<Raw>; 2]> {
+    // The loss of a row is the negative of its result.
     let weights = compute::copy(&cast(grad, accumulator(head.h.dtype()))?)?;
     compute::scale_in_place(&weights, -1.0)?;
     let with_gradients = true;
@@ -60,9 +61,10 @@ fn run(
             return Ok((losses, None));
         }
         let weights = weights.map(|weights| weights.narrow(0, start, length)).transpose()?;
-        let factors = Turn { grad: None, of_rows: false, divisor: None, weights: weights.as_ref(), smoothing: 0.0 };
+        let weights = weights.as_ref();
+        let factors = GradientFactors { grad: None, of_rows: false, divisor: None, weights, smoothing: 0.0 };
         // The gradient overwrites the logits.
-        turn(op, &logits, &lse, &targets, &logits, &factors)?;
+        write_gradient(op, &logits, &lse, &targets, &logits, &factors)?;
         Ok((losses, Some(logits)))
     })
 }

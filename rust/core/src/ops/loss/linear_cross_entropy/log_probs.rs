@@ -48,17 +48,17 @@ struct LogProbsBackward {
 impl Backward for LogProbsBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let h = self.h.get()?;
-        let plain = match &self.weight {
+        let plain_weight = match &self.weight {
             HeldWeight::Plain(weight) => Some(weight.get()?),
             HeldWeight::Quantized(_) | HeldWeight::Streamed(_) => None,
         };
-        let weight = match (&plain, &self.weight) {
+        let weight = match (&plain_weight, &self.weight) {
             (None, HeldWeight::Quantized(weight)) => Matrix::Quantized(weight),
             (Some(weight), _) => Matrix::Plain(weight),
             (None, HeldWeight::Plain(_)) => unreachable!("the values of a plain weight are read above"),
             (None, HeldWeight::Streamed(_)) => return Err(super::is_streamed(OP)),
         };
-        let wanted = [context.needs(0), plain.is_some() && context.needs(1)];
+        let wanted = [context.needs(0), plain_weight.is_some() && context.needs(1)];
         let head = Head { h: &h, weight, rows: self.rows, wanted };
         let grad = context.grad().clone();
         let gradients = on_device!(

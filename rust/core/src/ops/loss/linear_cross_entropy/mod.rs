@@ -69,6 +69,7 @@ pub(super) fn in_chunks<'a>(
     check(OP, h, weight, targets)?;
     if let Some(weights) = weights {
         check_weights(h, targets, weights)?;
+        // `weights` is no input of the operation on the tape, so checkpoints learn here that it is read.
         checkpoint::reads(&[weights]);
     }
     let wanted = [h.requires_grad(), weight.requires_grad()].map(|needs| needs && is_grad_enabled());
@@ -155,7 +156,8 @@ impl<'a> Matrix<'a> {
             Self::Plain(weight) => compute::matmul(h, &weight.t()?),
             Self::Quantized(weight) => {
                 let logits = compute::unset(OP, h, &[h.dims()[0], weight.dims()[0]])?;
-                weight.product(&logits, h, false)?;
+                let accumulates = false;
+                weight.product(&logits, h, accumulates)?;
                 Ok(logits)
             }
         }
@@ -192,8 +194,9 @@ impl Head<'_> {
         let count = self.h.dims()[0];
         let h = compute::contiguous(self.h)?;
         let of_states = self.wanted[0].then(|| compute::zeros(h.dims(), h.dtype(), h.device())).transpose()?;
-        let wide = accumulator(h.dtype());
-        let of_weight = self.wanted[1].then(|| compute::zeros(self.weight.dims(), wide, h.device())).transpose()?;
+        let sum_dtype = accumulator(h.dtype());
+        let of_weight =
+            self.wanted[1].then(|| compute::zeros(self.weight.dims(), sum_dtype, h.device())).transpose()?;
         let mut results = Vec::new();
         for start in (0..count).step_by(self.rows) {
             let length = self.rows.min(count - start);
@@ -213,7 +216,7 @@ impl Head<'_> {
     }
 
     /// Whether any gradient is computed.
-    fn is_wanted(&self) -> bool {
+    fn wants_gradients(&self) -> bool {
         self.wanted.contains(&true)
     }
 }
