@@ -66,7 +66,12 @@ impl SavedAffine {
     /// Says which gradients this backward pass computes. `before` is `None`.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
-        Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
+        Wanted {
+            input: context.needs(0),
+            weight: wants(&self.scale_place),
+            bias: wants(&self.shift_place),
+            before: None,
+        }
     }
 
     /// Adds `grads` to the gradients of the operation's inputs. `grads.input` already includes the earlier gradient
@@ -75,7 +80,7 @@ impl SavedAffine {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
         }
-        for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
+        for (place, grad) in [(&self.scale_place, grads.weight), (&self.shift_place, grads.bias)] {
             if let (Some(place), Some(grad)) = (place, grad) {
                 context.add(place.index, compute::cast(&grad, place.dtype)?.reshape(place.dims.as_slice())?)?;
             }
@@ -108,6 +113,7 @@ pub(super) fn sum_affine(
     let sums = [result(wants[0])?, result(wants[1])?];
     if partials.elem_count() > 0 {
         let function = gpu.function(&NORM_AFFINE_SUM, suffix(op, dtype)?)?;
+        // 16 threads add the pieces of an element. The second dimension of the grid has the scale and the shift.
         let shape = Shape { grid: [len.div_ceil(32) as u32, 2, samples as u32], block: [32, 16, 1], shared: 0 };
         let arguments = NormAffineSum {
             partials: input(op, partials)?,

@@ -86,12 +86,12 @@ impl<'a> Affine<'a> {
 
     /// Returns the scale in the accumulator type; `len` ones if there is none.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
-        numbers(self.weight.map(|weight| &weight.raw), len, R::ONE)
+        parameter_values(self.weight.map(|weight| &weight.raw), len, R::ONE)
     }
 
     /// Returns the shift in the accumulator type; `len` zeros if there is none.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
-        numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
+        parameter_values(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
     /// Returns the operation's inputs: `x`, the tensor to normalise, then scale and shift where present.
@@ -107,8 +107,8 @@ impl<'a> Affine<'a> {
         SavedAffine {
             scale: self.weight.filter(|_| recomputes || saver.needs(0)).map(|weight| saver.hold(weight)),
             shift: self.bias.filter(|_| recomputes).map(|bias| saver.hold(bias)),
-            weight: self.weight.map(|weight| place(weight, 1)),
-            bias: self.bias.map(|bias| place(bias, 1 + usize::from(self.weight.is_some()))),
+            scale_place: self.weight.map(|weight| place(weight, 1)),
+            shift_place: self.bias.map(|bias| place(bias, 1 + usize::from(self.weight.is_some()))),
         }
     }
 }
@@ -122,7 +122,7 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
 }
 
 /// Returns the values of a parameter in the accumulator type; without a parameter, `len` times `neutral`.
-fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
+fn parameter_values<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {
         Some(parameter) => compute::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
         None => vec![neutral; len],
@@ -169,30 +169,35 @@ struct SavedAffine {
     /// The shift, if the backward pass reads it.
     shift: Option<Saved>,
     /// Where the gradient of the scale is added, if the norm has a scale.
-    weight: Option<Place>,
+    scale_place: Option<Place>,
     /// Where the gradient of the shift is added, if the norm has a shift.
-    bias: Option<Place>,
+    shift_place: Option<Place>,
 }
 
 impl SavedAffine {
     /// Whether the gradient of the scale or that of the shift is needed.
     fn needs_grad(&self, context: &BackwardContext<'_>) -> bool {
-        [&self.weight, &self.bias].into_iter().flatten().any(|place| context.needs(place.index))
+        [&self.scale_place, &self.shift_place].into_iter().flatten().any(|place| context.needs(place.index))
     }
 
     /// Returns the scale in the accumulator type; `len` ones if it was not saved.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
-        numbers(self.scale.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ONE)
+        parameter_values(self.scale.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ONE)
     }
 
     /// Returns the shift in the accumulator type; `len` zeros if it was not saved.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
-        numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
+        parameter_values(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Adds `weight` to the gradient of the scale and `bias` to that of the shift, where these gradients are needed.
-    fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
-        for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
+    /// Adds the gradients of the scale and of the shift where these are needed.
+    fn add<R: WithDType>(
+        &self,
+        context: &mut BackwardContext<'_>,
+        grad_scale: Vec<R>,
+        grad_shift: Vec<R>,
+    ) -> Result<()> {
+        for (place, grad) in [(&self.scale_place, grad_scale), (&self.shift_place, grad_shift)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {
                 place.add(context, grad)?;
             }
@@ -203,7 +208,7 @@ impl SavedAffine {
     /// Adds the gradient of the shift, for a backward pass in which no other gradient is needed: the sum of the
     /// result's gradient `grad (samples, rows, len)` over the rows.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
-        let Some(place) = &self.bias else { return Ok(()) };
+        let Some(place) = &self.shift_place else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }

@@ -32,12 +32,17 @@ struct Split {
 
 impl Size {
     fn split(&self, dtype: DType) -> Split {
+        /// The maximum number of threads of a block.
         const THREADS: usize = 320;
+        /// The samples are split into pieces only as long as the number of blocks does not exceed this number.
+        const BLOCKS: usize = 256;
         let packs = self.channels.div_ceil(wide(dtype)).max(1);
         let tiles = packs.div_ceil(THREADS);
+        // A block has `lines` lines of `columns` threads. A thread of a line has one pack of channels, and every
+        // `lines`-th position of the block's piece: about 8 positions, or more if `BLOCKS` limits the pieces.
         let columns = packs.div_ceil(tiles);
         let lines = (THREADS / columns).max(1);
-        let most_pieces = (256 / (self.batch * tiles).max(1)).max(1);
+        let most_pieces = (BLOCKS / (self.batch * tiles).max(1)).max(1);
         let pieces = self.positions.div_ceil(8 * lines).clamp(1, most_pieces);
         let threads = 32 * (columns * lines).div_ceil(32) as u32;
         let over_tensor =
@@ -113,8 +118,8 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
-/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and the mean
-/// and 1/√(var + eps) of each group; all are dense.
+/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and the
+/// mean and 1/√(var + eps) of each group; all are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,

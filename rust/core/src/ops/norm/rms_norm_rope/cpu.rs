@@ -9,7 +9,7 @@ use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Rotation};
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
-use crate::ops::norm::numbers as parameter_values;
+use crate::ops::norm::parameter_values;
 use crate::ops::rope::Angles;
 use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
@@ -88,7 +88,8 @@ pub(super) fn input_gradient(
                 angles: rows.angles(elements(operands[3])?, elements(operands[4])?),
                 weight: &weight,
             };
-            Ok(pass.run(true, false).0)
+            let (wants_input, wants_weight) = (true, false);
+            Ok(pass.run(wants_input, wants_weight).0)
         })?;
         Ok(from_vec(grad_x, x.shape()))
     })
@@ -100,15 +101,18 @@ fn converted_tables<T: Elem<Acc: WithDType>>([cos, sin]: [&Raw; 2]) -> Result<[R
     Ok([converted(cos)?, converted(sin)?])
 }
 
-/// The number and length of the rows, and how their angles are arranged. The fields without a comment are those of
-/// [`Angles`].
+/// The number and length of the rows, and how their angles are arranged.
 #[derive(Clone, Copy)]
 struct Rows {
     /// Number of rows.
     count: usize,
+    /// Number of pairs of a row.
     half: usize,
+    /// Number of rows of cos and sin.
     positions: usize,
+    /// How many successive rows have the same position.
     repeats: usize,
+    /// Whether features 2i and 2i + 1 form pair i; else features i and i + `half` do.
     interleaved: bool,
 }
 
@@ -158,7 +162,8 @@ impl Rows {
                         let store = |slot: &mut MaybeUninit<T>, y| {
                             slot.write(T::from_acc(y));
                         };
-                        angles.rotate(row, (&scaled, out), false, |x| x, store);
+                        let back = false;
+                        angles.rotate(row, (&scaled, out), back, |x| x, store);
                     }
                 },
             );
@@ -234,14 +239,16 @@ impl<T: Elem> BackwardPass<'_, T> {
             let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
             let rstd = self.rstd[row];
             let normalised = |x: T| x.to_acc() * rstd;
-            self.angles.rotate(row, (g, rotated), true, T::to_acc, |slot, g| *slot = g);
+            let back = true;
+            self.angles.rotate(row, (g, rotated), back, T::to_acc, |slot, g| *slot = g);
             for (dw, (g, x)) in partial.iter_mut().zip(rotated.iter().zip(x)) {
                 *dw += *g * normalised(*x);
             }
             let Some(out) = out.next() else { continue };
-            let dot = rows::sum_triples(x, rotated, self.weight, |x, g, w| g * w * normalised(x)) / width;
+            // dx = rstd (g w - x̂ mean(g w x̂)), where g is `rotated`, w the weight and x̂ = x rstd.
+            let mean_dot = rows::sum_triples(x, rotated, self.weight, |x, g, w| g * w * normalised(x)) / width;
             for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(rotated.iter().zip(self.weight)) {
-                o.write(T::from_acc(rstd * (*g * *w - normalised(*x) * dot)));
+                o.write(T::from_acc(rstd * (*g * *w - normalised(*x) * mean_dot)));
             }
         }
     }

@@ -43,6 +43,7 @@ impl Arguments {
             repeats: count32(op, rotation.repeats)?,
             width: count32(op, 2 * half)?,
             interleaved: u32::from(rotation.interleaved),
+            // Each thread has two packs, whose features form pairs.
             shape: Shape::flat(x.elem_count(), 2 * wide(x.dtype())),
         })
     }
@@ -95,8 +96,8 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
-/// Adds those gradients of `x` and of the weight that are needed. `saved` is `x`, the gradient of the result, both dense
-/// with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
+/// Adds those gradients of `x` and of the weight that are needed. `saved` is `x` and the gradient of the result, both
+/// dense with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,
@@ -150,10 +151,13 @@ fn gradients(
         grads.input = Some(dx);
     }
     if wanted.weight {
+        // Each piece of about 64 rows or more has partial sums of its own, which `sum_affine` adds.
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
         let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
             let function = gpu.function(&RMS_NORM_ROPE_WEIGHT, suffix(op, x.dtype())?)?;
+            // A block of 256 threads handles a tile of at most 32 pairs of packs (64 packs) in each row of its
+            // piece.
             let tiles = (width as usize).div_ceil(64 * wide(x.dtype())) as u32;
             let shape = Shape { grid: [tiles, pieces as u32, 1], block: [256, 1, 1], shared: 0 };
             let arguments = RmsNormRopeWeight {

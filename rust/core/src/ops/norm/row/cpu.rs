@@ -138,6 +138,8 @@ impl<T: Elem> BackwardPass<'_, T> {
                 *db += g.to_acc();
             }
             let Some(out) = out.next() else { continue };
+            // dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)), where w is the scale and x̂ = (x - mean) rstd; without
+            // `CENTER`, the term mean(g w) is missing.
             let scale = &self.scale[self.size.parameters(row)];
             let mean_g =
                 if CENTER { rows::sum_pairs(g, scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };

@@ -81,6 +81,7 @@ pub(super) fn sum_and_codes(
             return Ok(None);
         }
     }
+    // The kernel has a team of at most `TEAM` threads for each row, which holds the whole row in registers.
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         || rows == 0
         || !len.is_multiple_of(MULTIPLE)
@@ -218,11 +219,13 @@ fn gradients(
         return Ok(Gradients { input: grad_x, weight: None, bias: None });
     }
     let Size { samples, sharing: rows, .. } = size;
+    // Each piece of about 64 rows or more has partial sums of its own, which `sum_affine` adds.
     let pieces = rows.div_ceil(64).clamp(1, 128);
     let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
     if partials.elem_count() > 0 {
         let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
         let function = gpu.function(kernel, suffix(op, dtype)?)?;
+        // Each of the 32 lanes of a warp has one pack of `wide` columns.
         let tiles = len.div_ceil(32 * wide(dtype)) as u32;
         let shape = Shape { grid: [tiles, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);

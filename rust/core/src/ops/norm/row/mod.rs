@@ -71,6 +71,7 @@ enum Kind {
 }
 
 impl Kind {
+    /// Whether the norm subtracts the mean.
     const fn centers(self) -> bool {
         !matches!(self, Self::Rms)
     }
@@ -150,12 +151,13 @@ impl<'a> RowNorm<'a> {
         Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
 
-    /// Records the norm of `x` on the tape. `made` is the norm, if the caller has already computed it.
-    fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
+    /// Records the norm of `x` on the tape. `computed` is the norm, if the caller has already
+    /// computed it.
+    fn record(&self, info: &'static OpInfo, x: &Tensor, computed: Option<Normalised>) -> Result<Tensor> {
         record_with_aux(
             info,
             &self.affine.inputs(x),
-            || made.map_or_else(|| self.forward(x), Ok),
+            || computed.map_or_else(|| self.forward(x), Ok),
             |saver, _, statistics| RowNormBackward {
                 op: info.name,
                 kind: self.kind,
@@ -196,6 +198,7 @@ struct RowNormBackward {
     op: &'static str,
     kind: Kind,
     size: Size,
+    /// `None` if only the gradient of the shift is needed.
     reads: Option<Reads>,
     affine: SavedAffine,
     eps: f64,
@@ -238,7 +241,7 @@ impl RowNormBackward {
     }
 
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
-        // The kernel of RMS norm does not read the mean, so any tensor can be passed.
+        // RMS norm has no mean, and its `BackwardPass` does not read the field `mean`, so any tensor can be passed.
         let mean = mean.unwrap_or(rstd);
         dispatch_float!(x.dtype(), self.op, T => {
             let scale = self.kind.factors(self.affine.scale(self.size.len)?);

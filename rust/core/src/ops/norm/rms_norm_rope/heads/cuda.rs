@@ -54,6 +54,7 @@ impl HeadArguments {
             x_strides: [columns, columns * x.dims()[1] as u64],
             y_strides: [y.stride()[1] as u64, y.stride()[0] as u64],
             weight_f32: u32::from(is_mixed),
+            // Each thread has two packs, whose features form pairs.
             shape: Shape::flat(y.elem_count(), 2 * wide(x.dtype())),
         })
     }
@@ -117,6 +118,7 @@ pub(super) fn backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option
     let [heads, key_heads, all_heads] = heads;
     let function = gpu.function(&RMS_NORM_ROPE_HEADS_BACKWARD, suffix(op, x.dtype())?)?;
     let arguments = RmsNormRopeHeadsBackward {
+        // Only the gradient of the norm depends on x.
         x: optional_input(op, rstd.map(|_| x))?,
         grad: input(op, grad)?,
         q_weight,
