@@ -44,9 +44,9 @@ impl KvCache {
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// The model has processed the first `known` tokens. Their keys and values are in `layers`, except those that a
+    /// The model has processed the first `processed` tokens. Their keys and values are in `layers`, except those that a
     /// layer with a window has dropped.
-    pub known: usize,
+    pub processed: usize,
     /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated.
     pub stage: usize,
     /// The keys and values of every layer. Empty before the first forward pass and after [`forget`](Self::forget).
@@ -56,7 +56,7 @@ pub(super) struct Text {
 impl Text {
     /// Drop the keys and values of the layers. The next forward pass then processes all tokens again.
     pub fn forget(&mut self) {
-        self.known = 0;
+        self.processed = 0;
         self.layers.clear();
     }
 }
@@ -124,7 +124,7 @@ impl LayerCache {
 
     /// The keys and the values to which the query of the last added token attends, each (key heads, tokens, width of a
     /// head).
-    pub fn seen(&self) -> Result<[Tensor; 2]> {
+    pub fn attended(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
         let part =
             |buffer: &Raw| -> Result<Tensor> { Ok(Tensor::from_raw(&buffer.narrow(1, self.filled - count, count)?)) };

@@ -31,15 +31,15 @@ impl CausalLM {
         for (text, tokens) in cache.texts.iter_mut().zip(new).filter(|(_, tokens)| !tokens.is_empty()) {
             text.tokens.extend_from_slice(tokens);
             let stage = rope.stage(text.tokens.len());
-            // `known` is also 0 after an error, which may leave the keys and values of some layers.
-            if text.stage != stage || text.known == 0 || text.known + 1 != text.tokens.len() {
+            // `processed` is also 0 after an error, which may leave the keys and values of some layers.
+            if text.stage != stage || text.processed == 0 || text.processed + 1 != text.tokens.len() {
                 text.forget();
             }
             text.stage = stage;
             growing.push((growing.len(), text));
         }
         let count = growing.len();
-        let (uncached, cached): (Vec<_>, Vec<_>) = growing.into_iter().partition(|(_, text)| text.known == 0);
+        let (uncached, cached): (Vec<_>, Vec<_>) = growing.into_iter().partition(|(_, text)| text.processed == 0);
         // The rows of the result, in the order in which `decode` computes them.
         let mut rows = Vec::with_capacity(count);
         let mut states = Vec::new();
@@ -98,22 +98,22 @@ impl CausalLM {
             Tensor::from_vec(values, count, device)
         };
         // The number of new tokens of each text, and the end of these tokens in the packed sequence.
-        let counts: Vec<usize> = texts.iter().map(|text| text.tokens.len() - text.known).collect();
+        let counts: Vec<usize> = texts.iter().map(|text| text.tokens.len() - text.processed).collect();
         let mut packed = 0;
         let mut ends = Vec::with_capacity(counts.len());
         for &count in &counts {
             packed += count;
             ends.push(packed);
         }
-        let uncached = texts.iter().all(|text| text.known == 0);
-        let ids = texts.iter().flat_map(|text| &text.tokens[text.known..]).map(|&id| i64::from(id));
-        let positions = texts.iter().flat_map(|text| text.known..text.tokens.len()).map(|position| position as i64);
+        let are_uncached = texts.iter().all(|text| text.processed == 0);
+        let ids = texts.iter().flat_map(|text| &text.tokens[text.processed..]).map(|&id| i64::from(id));
+        let positions = texts.iter().flat_map(|text| text.processed..text.tokens.len()).map(|position| position as i64);
         let bounds = vector(std::iter::once(0).chain(ends.iter().copied()).map(|bound| bound as i64).collect())?;
         let (mut x, [cos, sin]) = self.start(&vector(ids.collect())?, &vector(positions.collect())?)?;
         for text in texts.iter_mut() {
-            // `known` is 0 until all layers are done. After an error, the next call therefore computes the whole text
-            // again.
-            text.known = 0;
+            // `processed` is 0 until all layers are done. After an error, the next call therefore computes the whole
+            // text again.
+            text.processed = 0;
         }
         let config = self.config();
         let kv_heads = config.num_key_value_heads;
@@ -129,25 +129,26 @@ impl CausalLM {
                 if text.layers.len() == index {
                     text.layers.push(LayerCache::new(count, [kv_heads, width], window, (k.dtype(), device))?);
                 }
-                let kept = &mut text.layers[index];
-                kept.append(&k.narrow(0, end - count, count)?, &v.narrow(0, end - count, count)?)?;
-                if !uncached {
+                let layer_cache = &mut text.layers[index];
+                layer_cache.append(&k.narrow(0, end - count, count)?, &v.narrow(0, end - count, count)?)?;
+                if !are_uncached {
                     // The new token's queries of a group of heads attend to the same keys. So they are the query rows
                     // of one attention for each key head.
-                    let [keys, values] = kept.seen()?;
+                    let [keys, values] = layer_cache.attended()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((kv_heads, group, width))?;
                     let part = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;
                     parts.push(part.reshape((1, kv_heads * group, width))?);
                 }
             }
-            let mixed = match uncached {
+            // The result of attention for all tokens of the pass: (tokens, query heads, width).
+            let mixed = match are_uncached {
                 true => varlen_attention(&q, &k, &v, &bounds, window, None)?,
                 false => Tensor::cat(&parts.iter().collect::<Vec<_>>(), 0)?,
             };
             x = layer.finish(&x, &mixed)?;
         }
         for text in texts.iter_mut() {
-            text.known = text.tokens.len();
+            text.processed = text.tokens.len();
         }
         let last_rows = vector(ends.iter().map(|end| *end as i64 - 1).collect())?;
         self.last_norm(&x.index_select(&last_rows, 0)?)

@@ -77,9 +77,11 @@ impl DecoderLayer {
     /// sines of the tokens' rotary angles are `cos` and `sin`, each (N, `head_dim` / 2). `cu_seqlens` has the bounds of
     /// the packed texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
+        // `recomputed`: the tape does not keep the norm's result; the backward pass computes it again.
         let projected = self.projections.forward(&self.input_norm.forward(x)?.recomputed())?;
         let mixed = if let Projected::Joined(all) = &projected {
-            // One operation normalizes and rotates queries and keys, and attends.
+            // Queries, keys and values are side by side in one tensor. One operation normalizes and rotates queries
+            // and keys, and attends.
             let norms = self.head_norms.as_ref().map(|[q, k]| ([q.weight.as_ref(), k.weight.as_ref()], q.eps));
             let rotary = RotaryHeads { heads: self.heads, key_heads: self.kv_heads, angles: [cos, sin], norms };
             rotary_attention(all, rotary, cu_seqlens, self.window)?

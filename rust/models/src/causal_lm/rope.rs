@@ -13,6 +13,7 @@ use crate::fields::Fields;
 /// frequency is `θ^(-2i / width)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
+    /// The base θ of the frequencies.
     theta: f64,
     scaling: Scaling,
     /// Number of features of a head.

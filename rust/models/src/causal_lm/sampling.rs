@@ -99,16 +99,16 @@ impl Sampling {
         }
         if self.top_p < 1.0 {
             let bound = self.top_p * ids.iter().map(|&id| weight(id)).sum::<f64>();
-            let (mut sum, mut kept) = (0.0, 0);
+            let (mut sum, mut kept_count) = (0.0, 0);
             // The last token that is kept is the one with which the sum reaches the bound.
-            while sum < bound && kept < ids.len() {
-                if kept == sorted {
+            while sum < bound && kept_count < ids.len() {
+                if kept_count == sorted {
                     sorted = sort_highest(&mut ids, sorted, SORTED_FIRST.max(3 * sorted), scores);
                 }
-                sum += weight(ids[kept]);
-                kept += 1;
+                sum += weight(ids[kept_count]);
+                kept_count += 1;
             }
-            ids.truncate(kept);
+            ids.truncate(kept_count);
         }
         if self.min_p > 0.0 {
             ids.retain(|&id| weight(id) >= self.min_p);
@@ -201,9 +201,9 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // `draw` is so large that the least likely token within `top_p` is chosen. The weights sum to 3935. The less
-        // likely tokens outside of `top_p` have at most 0.001 of this sum, 3.93. Each of them has a weight of about
-        // exp(-0.5) = 0.607, so there are six of them.
+        // `draw` is so large that the least likely token within `top_p` is chosen. The weights sum to 3935, about
+        // (1 - exp(-0.5)) / 0.0001. The less likely tokens outside of `top_p` have at most 0.001 of this sum, 3.93.
+        // Each of them has a weight of about exp(-0.5) = 0.607, so there are six of them.
         assert_eq!(below, 6);
     }
 

@@ -206,6 +206,7 @@ impl Model for ChromaTransformer {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         saved.outside(|saved| {
             self.approximator.saved(saved);

@@ -68,7 +68,7 @@ impl Configuration for CLIPTextConfig {
     // CLIP's vision encoder. A missing field gets transformers' default.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
-        let projects = map
+        let has_projection = map
             .get("architectures")
             .and_then(Value::as_array)
             .is_some_and(|names| names.iter().any(|name| name.as_str() == Some(super::PROJECTING_CLASS_NAME)));
@@ -90,7 +90,7 @@ impl Configuration for CLIPTextConfig {
             hidden_act,
             layer_norm_eps: fields.number("layer_norm_eps", Some(1e-5))?,
             eos_token_id: eos.ok_or_else(|| fields.wrong("eos_token_id", "the id of a token"))?,
-            projection_dim: projects.then(|| fields.size("projection_dim", Some(512))).transpose()?,
+            projection_dim: has_projection.then(|| fields.size("projection_dim", Some(512))).transpose()?,
         };
         config.validate()?;
         Ok(config)

@@ -20,7 +20,7 @@ pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
 
 /// Whether readers skip the tensor `key`, because it is no parameter of the text encoder. The position ids are
 /// constants, and only CLIP's comparison of texts with images uses the logit scale.
-fn unused(key: &str) -> bool {
+fn is_unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
 
@@ -41,7 +41,7 @@ impl Layout for Transformers {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        unused(key)
+        is_unused(key)
     }
 }
 
@@ -66,7 +66,7 @@ impl Layout for OpenClip {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        unused(key)
+        is_unused(key)
     }
 }
 

@@ -65,7 +65,7 @@ impl EncoderLayer {
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.
             saved.keep(states);
-            // The result of a norm is cheap.
+            // The projections' input is the result of a norm, which is cheap to recompute.
             let cheap = true;
             saved.layers(&self.projections.layers(), (states, tokens), cheap);
             saved.attention(tokens, tokens, dim);

@@ -68,7 +68,8 @@ impl Block {
         let (dim, hidden_dim) = (self.ff_out.out_features(), self.ff_out.in_features());
         let (inputs, hidden) = (tokens * dim, tokens * hidden_dim);
         // Each of the two norms and the GELU keep their inputs.
-        saved.block(inputs, false, |saved| {
+        let recomputed_with_previous = false;
+        saved.block(inputs, recomputed_with_previous, |saved| {
             saved.linear(&self.modulation, (dim, 1));
             saved.keep(inputs);
             self.attn.saved(tokens, None, saved);

@@ -103,7 +103,8 @@ const OUTSIDE: [Renaming; 10] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-/// The attention layers of the double-stream blocks.
+/// The attention layers of the double-stream blocks. In original files, one layer `qkv` computes queries, keys and
+/// values: each is a third of the layer's rows.
 pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
     ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),

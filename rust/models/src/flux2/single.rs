@@ -49,7 +49,9 @@ impl FusedBlock {
         let projected = self.to_qkv_mlp_proj.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
         let qkv = Projected::Joined(projected.clone());
         let stream = Stream { projected: qkv, norms: Some(&self.norms), angles: Some(angles.clone()) };
-        let mixed = mix(&[stream], self.sizes, None)?;
+        let mask = None;
+        let mixed = mix(&[stream], self.sizes, mask)?;
+        // The result of attention, followed by the `SwiGLU` of the last columns of `projected`: (B, S, 4 D).
         let both = activate_beside(Some(&mixed), &projected, QKV * dim, Activation::SwiGlu)?;
         gated_add(x, &self.to_out.forward(&both)?, &part(2)?)
     }
@@ -57,7 +59,8 @@ impl FusedBlock {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inputs = tokens * self.sizes.dim();
-        saved.block(inputs, false, |saved| {
+        let recomputed_with_previous = false;
+        saved.block(inputs, recomputed_with_previous, |saved| {
             // The norm keeps its input.
             saved.keep(inputs);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inputs, tokens));

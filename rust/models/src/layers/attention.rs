@@ -93,14 +93,20 @@ impl Attention {
         let keys = context_tokens.unwrap_or(tokens);
         saved.attention(tokens, keys, dim);
         match &self.projections {
-            Projections::Own(group) => saved.layers(&group.layers(), (inputs, tokens), true),
+            Projections::Own(group) => {
+                // The input is the result of a norm, which is cheap to recompute.
+                let cheap = true;
+                saved.layers(&group.layers(), (inputs, tokens), cheap);
+            }
             Projections::Context { to_q, to_kv } => {
                 saved.cheap_linear(to_q, (inputs, tokens));
                 // The context is an input of many layers and is in memory anyway, so it is not counted here.
-                saved.layers(&to_kv.layers(), (0, keys), false);
+                let cheap = false;
+                saved.layers(&to_kv.layers(), (0, keys), cheap);
             }
         }
-        // The backward pass of attention reads q and the attention's result, k and v.
+        // The backward pass of attention reads q and the result (a row for each token), and k and v (a row for each
+        // key).
         saved.keep(2 * tokens * dim + 2 * keys * dim);
         // The result of attention is the input of `to_out`. If a gradient passes through attention, the result is
         // counted already.

@@ -113,12 +113,15 @@ impl ResnetBlock {
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let inputs = area * channels;
-        saved.block(area * own.unwrap_or(channels), false, |saved| {
+        let recomputed_with_previous = false;
+        saved.block(area * own.unwrap_or(channels), recomputed_with_previous, |saved| {
+            // The input of the first norm.
             saved.keep(inputs);
             saved.cheap_conv(&self.conv1, (inputs, area));
             if let Some(project) = &self.time_emb_proj {
                 saved.linear(project, (project.weight.dims()[1], 1));
             }
+            // The input of the second norm.
             saved.keep(area * out);
             saved.cheap_conv(&self.conv2, (area * out, area));
             if let Some(shortcut) = &self.conv_shortcut {
@@ -151,7 +154,8 @@ const CONV: &str = "conv";
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
-    /// Whether zeros are added only at the lower and right edges, as in autoencoders, and not at all four edges.
+    /// Whether zeros are added only at the lower and right edges, as in autoencoders, instead of at each of the four
+    /// edges.
     asymmetric: bool,
 }
 

@@ -66,6 +66,7 @@ impl Block {
         let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
         let mixed = self.attn2.forward(&normed, Some(context))?;
+        // x + mixed, plus the feed-forward network of the norm of this sum.
         self.ff_in.geglu_feed_forward(&self.norm3, &mixed, &x, &self.ff_out)
     }
 }
@@ -167,6 +168,8 @@ impl SpatialTransformer {
             blocks: (0..sizes.depth)
                 .map(|i| Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<Blocks<_>>>()?
+                // The convolutions around the blocks keep more than a block does, so full checkpointing recomputes
+                // stretches of several blocks.
                 .nested(),
             proj_out: Projection::new("proj_out", &sizes, weights)?,
         })
@@ -195,17 +198,21 @@ impl SpatialTransformer {
     pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let values = area * self.proj_in.layer().base().rows();
         saved.outside(|saved| {
+            // The norm keeps its input. Its result, which `proj_in` reads, is cheap to recompute.
             saved.keep(values);
-            saved.layers(&[self.proj_in.layer()], (values, area), true);
+            let cheap = true;
+            saved.layers(&[self.proj_in.layer()], (values, area), cheap);
         });
         // Full checkpointing recomputes the blocks of a stretch together.
         let stretch = self.blocks.stretch();
         for i in 0..self.blocks.len() {
             saved.one(&self.blocks, i, |block, saved| {
-                saved.block(values, i % stretch > 0, |saved| block.saved(area, context, saved));
+                let recomputed_with_previous = i % stretch > 0;
+                saved.block(values, recomputed_with_previous, |saved| block.saved(area, context, saved));
             });
         }
-        saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (values, area), false));
+        let cheap = false;
+        saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (values, area), cheap));
     }
 }
 
