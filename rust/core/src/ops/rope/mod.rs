@@ -14,7 +14,7 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
-pub(super) use cpu::{Angles, rotate as turn_rows};
+pub(super) use cpu::{Angles, rotate as rotate_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 

@@ -85,7 +85,7 @@ struct Rotation<'a> {
 impl Rotation<'_> {
     /// Rotates contiguous rows on the CPU; if `back`, by the negative angles, which undoes the rotation.
     fn rotate(&self, rows: &Raw, back: bool) -> Result<Raw> {
-        rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
+        rope::rotate_rows(rows, self.tables, self.repeats, self.interleaved, back)
     }
 }
 

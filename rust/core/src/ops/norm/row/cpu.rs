@@ -78,23 +78,23 @@ impl<T: Elem> BackwardPass<'_, T> {
     /// Returns the gradient of the input, and the gradients of scale and shift, (samples, len) each. A gradient that is
     /// not wanted is empty.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
-        let Size { samples, sharing, len } = self.size;
+        let Size { samples, sample_rows, len } = self.size;
         // The rows of a block belong to one sample; `blocks` is the number of blocks of a sample.
         let block_rows = rows::rows_per_block(len).max(if wants_affine { MIN_BLOCK_ROWS } else { 1 });
-        let blocks = if samples * len == 0 { 0 } else { sharing.div_ceil(block_rows) };
+        let blocks = if samples * len == 0 { 0 } else { sample_rows.div_ceil(block_rows) };
         let sums_len = if wants_affine { 2 * len } else { 0 };
         let mut partial = vec![T::Acc::ZERO; samples * blocks * sums_len];
-        let total = if wants_input { samples * sharing * len } else { 0 };
+        let total = if wants_input { samples * sample_rows * len } else { 0 };
         let mut grad_x = Vec::with_capacity(total);
         let partials = SharedMut::new(&mut partial);
         let results = SharedMut::new(&mut grad_x.spare_capacity_mut()[..total]);
         // If each sample is one block, a thread takes several blocks at a time.
-        let grain = if blocks > 1 { 1 } else { rows::rows_per_block(sharing * len) };
+        let grain = if blocks > 1 { 1 } else { rows::rows_per_block(sample_rows * len) };
         par_ranges(samples * blocks, grain, |range| {
             for index in range {
-                let sample_start = index / blocks * sharing;
+                let sample_start = index / blocks * sample_rows;
                 let first = index % blocks * block_rows;
-                let rows = sample_start + first..sample_start + sharing.min(first + block_rows);
+                let rows = sample_start + first..sample_start + sample_rows.min(first + block_rows);
                 let elements = if wants_input { rows.start * len..rows.end * len } else { 0..0 };
                 // SAFETY: each block writes its own ranges of `partial` and of `grad_x`.
                 let partial = unsafe { partials.slice(index * sums_len..(index + 1) * sums_len) };

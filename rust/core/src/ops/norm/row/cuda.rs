@@ -18,10 +18,10 @@ use crate::quantized::w8a8::MULTIPLE;
 use crate::tape::{Aux, BackwardContext};
 use crate::{Error, Raw, Result};
 
-/// Returns the number of rows that share a scale and a shift, or 1 for norms whose kernels do not read this number:
-/// only the kernels of modulated norms do.
+/// The kernels' argument `sharing`: the number of rows that share a scale and a shift. Only the kernels of modulated
+/// norms read it; for other norms it is 1.
 fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
-    if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
+    if kind == Kind::Modulated { count32(op, size.sample_rows) } else { Ok(1) }
 }
 
 /// Checks that one launch can compute the gradients of scale and shift for all samples: the third dimension of its grid
@@ -218,7 +218,7 @@ fn gradients(
     if !(wanted.weight || wanted.bias) {
         return Ok(Gradients { input: grad_x, weight: None, bias: None });
     }
-    let Size { samples, sharing: rows, .. } = size;
+    let Size { samples, sample_rows: rows, .. } = size;
     // Each piece of about 64 rows or more has partial sums of its own, which `sum_affine` adds.
     let pieces = rows.div_ceil(64).clamp(1, 128);
     let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;

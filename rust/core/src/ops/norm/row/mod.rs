@@ -97,21 +97,21 @@ struct Size {
     /// Number of samples, each with its own scale and shift; 1 if all rows share one scale and one shift.
     samples: usize,
     /// Number of rows of a sample. They share a scale and a shift.
-    sharing: usize,
+    sample_rows: usize,
     /// Number of elements of a row.
     len: usize,
 }
 
 impl Size {
     const fn rows(self) -> usize {
-        self.samples * self.sharing
+        self.samples * self.sample_rows
     }
 
     /// The range of the scale of `row` in the scales of all samples (samples, len). Its shift has the same range in the
     /// shifts.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
-        let start = row / self.sharing.max(1) * self.len;
+        let start = row / self.sample_rows.max(1) * self.len;
         start..start + self.len
     }
 }
@@ -147,7 +147,7 @@ impl<'a> RowNorm<'a> {
             ));
         }
         let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
-        let size = Size { samples: 1, sharing: outer.iter().product(), len: normalized.iter().product() };
+        let size = Size { samples: 1, sample_rows: outer.iter().product(), len: normalized.iter().product() };
         Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
 
@@ -227,9 +227,9 @@ impl Backward for RowNormBackward {
 impl RowNormBackward {
     /// Adds the gradients of the norm's inputs, from `grad`, the dense gradient of its result.
     fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
-        let Size { samples, sharing, len } = self.size;
+        let Size { samples, sample_rows, len } = self.size;
         let Some(Reads { x, rstd, mean }) = &self.reads else {
-            return self.affine.add_shift_only(context, &grad.reshape((samples, sharing, len))?);
+            return self.affine.add_shift_only(context, &grad.reshape((samples, sample_rows, len))?);
         };
         let x = contiguous(&x.get()?)?;
         let (rstd, mean) = (rstd.get()?, mean.as_ref().map(Saved::get).transpose()?);

@@ -21,7 +21,7 @@ pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64
     let &[batch, ref positions @ .., len] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (batch, ..., features)", x.dims())));
     };
-    let size = Size { samples: batch, sharing: positions.iter().product(), len };
+    let size = Size { samples: batch, sample_rows: positions.iter().product(), len };
     let affine = Affine::named(op, x, [("scale", Some(scale)), ("shift", Some(shift))], &[batch, len])?;
     RowNorm { op, kind: Kind::Modulated, size, affine, eps }.record(&MODULATED_LAYER_NORM, x, None)
 }
