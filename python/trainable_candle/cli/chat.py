@@ -82,7 +82,7 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
             # One message that cannot be answered must not end the conversation.
             _notice(f"{error}; this message is left out")
             continue
-        # A turn is two messages: the user's and the answer.
+        # A turn is two messages: the user's and the answer. `asked` also has the new message.
         left_out = (len(messages) + 1 - len(asked)) // 2
         if left_out:
             turns = counted(left_out, "oldest turn")
@@ -123,6 +123,7 @@ def _shortened(
     oldest = 1 if messages[0]["role"] == "system" else 0
     kept = messages
     while len(kept) > oldest + 1 and task.room(kept) < needed:
+        # Drop the oldest turn: a message of the user, and its answer.
         kept = [*kept[:oldest], *kept[oldest + 2 :]]
     return kept
 

@@ -108,10 +108,12 @@ def load_model(
         raise ConfigError(
             "--scale has no effect without --adapter; give --adapter, or leave --scale out"
         )
+    # Only language models have the settings `Texts`.
     if Texts in families.find(given["model"]).groups:
         where = f"--model {given['model']}, whose weights are all in --weights"
         reject(given, ("text_encoder", "vae"), where)
 
+    # Only `merge` has the flags --resolution, --max-side and --to.
     config = TrainConfig(
         text_encoder=given.get("text_encoder", []),
         vae=given.get("vae"),
@@ -158,7 +160,7 @@ def stored_format(task: Task) -> str | None:
 def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
     """Return a context whose errors also name the base model in the adapter's peft configuration.
 
-    Errors do not change with --weights, or if there is no such name.
+    An error stays as it is if --weights is given, or if the configuration names no base.
 
     Raises:
         Error: an error of the same class as the one in the context.

@@ -132,7 +132,7 @@ def _load_unadapted(given: Mapping[str, Any]) -> Task:
 def _compare(
     before: float | None, load_written: Callable[[], Task], given: Mapping[str, Any]
 ) -> None:
-    """Print the losses before and after; `before` is None without `--dataset`: print nothing."""
+    """Print the losses before and after; print nothing if `before` is None (no `--dataset`)."""
     if before is not None:
         after = _loss(load_written(), given)
         if "adapter" in given:
@@ -142,6 +142,11 @@ def _compare(
 
 
 def _require_no_sizes(given: Mapping[str, Any]) -> None:
+    """Check that no flag of `_SIZES` is given; the caller has no images of `--dataset`.
+
+    Raises:
+        ConfigError: such a flag is given.
+    """
     for name in _SIZES:
         if name in given:
             flag = f"--{name.replace('_', '-')}"

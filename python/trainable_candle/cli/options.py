@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
-            advice = instead(name.lstrip("-"))
+            advice = instead(name.lstrip("-"))  # about flags of other trainers
             if advice is not None:
                 raise ConfigError(f"{name} {advice}")
             # Do not suggest synonyms: they have no help and are not the name of a setting.
@@ -114,6 +114,7 @@ class _CompactHelp(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return ", ".join(action.option_strings) or super()._format_action_invocation(action)
+        # For "?", `_format_args` would put the value in brackets.
         shown = action.metavar if action.nargs == "?" else self._format_args(action, action.dest)
         return f"{', '.join(action.option_strings)} {shown}"
 
@@ -177,15 +178,15 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         if _kind(hint) is bool:
             keywords["action"] = _OnOrOff
         else:
-            if setting.several:
+            if setting.several:  # one or more values after the flag
                 keywords |= {"action": "extend", "nargs": "+"}
-            elif setting.texts:
+            elif setting.texts:  # one value after each of several flags
                 keywords["action"] = "append"
-            elif get_origin(hint) is list:
+            elif get_origin(hint) is list:  # names with commas between them
                 keywords["action"] = _AddToList
             keywords["type"] = _reader(setting, _kind(hint))
             keywords["metavar"] = _metavar(setting, _kind(hint))
-            if setting.bare is not None:
+            if setting.bare is not None:  # the value if the flag is given without one
                 keywords |= {"nargs": "?", "const": setting.bare}
         group.add_argument(flag(name), **keywords)
         # Names with dots are for YAML files only.
@@ -246,8 +247,8 @@ def factor(text: str) -> float:
     return value
 
 
-def guidance(text: str) -> float:
-    """Convert a flag's text to a guidance scale, a finite number of at least 0.
+def non_negative(text: str) -> float:
+    """Convert a flag's text to a finite number of at least 0.
 
     Raises:
         ValueError, ArgumentTypeError: the text is not such a number; argparse reports it.
@@ -274,6 +275,7 @@ def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
     if not setting.words:
         return kind
 
+    # `words` maps words such as `auto` to the numbers that they stand for.
     def read(text: str) -> Any:
         return setting.words.get(text.lower()) if text.lower() in setting.words else kind(text)
 
@@ -289,6 +291,8 @@ def _metavar(setting: Setting, kind: type) -> str:
 
 def _help(setting: Setting, default: Any) -> str:
     if setting.choices:
-        return ", ".join(f"{c} (default)" if c == default else c for c in setting.choices)
+        return ", ".join(
+            f"{choice} (default)" if choice == default else choice for choice in setting.choices
+        )
     shown = default is not False and default not in (None, "", [])
     return f"{setting.help} (default: {default})" if shown else setting.help

@@ -39,18 +39,18 @@ def run(arguments: Sequence[str], program: str) -> int:
         f"stopped after step {result.step} of {config.steps}; continue with:\n  {command}",
         file=sys.stderr,
     )
-    # As in a shell: 128 and the number of the signal.
+    # As in a shell: 128 plus the number of the signal.
     return 128 + result.stopped_by if result.stopped_by else 0
 
 
 def continuation(program: str, arguments: Sequence[str]) -> str:
     """Return the command that continues, from its last checkpoint, a run with these arguments."""
-    kept = list(arguments)
+    remaining = list(arguments)
     for index, argument in enumerate(arguments):
         if argument.partition("=")[0] == _RESUME:
             # The value is in the same argument, `--resume=PATH`, or in the next one.
-            del kept[index : index + (1 if "=" in argument else 2)]
-    return shlex.join([*program.split(), *kept, _RESUME, LATEST])
+            del remaining[index : index + (1 if "=" in argument else 2)]
+    return shlex.join([*program.split(), *remaining, _RESUME, LATEST])
 
 
 def make_parser(program: str) -> Parser:

@@ -23,7 +23,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         raise ConfigError("missing --rank or --keep; give one of them, or both")
     output = new_file(given["output"], overwrite="overwrite" in given)
 
-    from trainable_candle.lora import LoraFile, resize  # noqa: PLC0415 - after the arguments
+    from trainable_candle.lora import LoraFile, resize  # noqa: PLC0415 - after the checks
 
     file = LoraFile.read(adapter_in(Path(given["file"]).expanduser()))
     ranks_before = [module.factors.rank for module in file.modules.values()]
@@ -53,7 +53,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "file",
         metavar="FILE",
-        nargs="?",
+        nargs="?",  # `require` reports a missing file
         help="the LoRA: a safetensors file, or the output folder of a run",
     )
     group.add_argument(

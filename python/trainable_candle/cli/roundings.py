@@ -1,4 +1,4 @@
-"""Reads what adapter files record about quantization: the formats of training, learned scales."""
+"""Reads what adapter files record about quantization: formats in training, and learned scales."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     found = []
     trained_base, qat = metadata.get(BASE), metadata.get(QAT)
     if trained_base not in {None, base}:
-        offset = " and offsets this base's rounding error" if metadata.get(INIT) == LOFTQ else ""
+        has_loftq_start = metadata.get(INIT) == LOFTQ
+        loftq_note = " and offsets this base's rounding error" if has_loftq_start else ""
         found.append(
-            f"note: {adapter.name} was trained over a base in {trained_base}{offset}, but here the "
-            f"base is in {base or 'its own precision'}: give --base-precision {trained_base}"
+            f"note: {adapter.name} was trained over a base in {trained_base}{loftq_note}, but here "
+            f"the base is in {base or 'its own precision'}: give --base-precision {trained_base}"
         )
     if qat not in {None, merged, base}:
         found.append(

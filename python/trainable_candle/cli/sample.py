@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.cli.adapter_files import new_file
 from trainable_candle.cli.loading import add_model, load_model, reject
-from trainable_candle.cli.options import Parser, add_help, guidance, whole
+from trainable_candle.cli.options import Parser, add_help, non_negative, whole
 from trainable_candle.cli.writing import add_writing, writing_options
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import write_atomically
@@ -124,6 +124,7 @@ def _write(given: Mapping[str, Any]) -> None:
         for number in range(count):
             if several:
                 print(f"prompt: {prompt}", flush=True)
+            # Each text of a prompt has a seed of its own; seeds are below 2**64.
             seeded = replace(options, seed=(options.seed + number) % 2**64)
             pieces = []
             for piece in _pieces(task, prompt, given, seeded):
@@ -203,7 +204,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--guidance",
         metavar="X",
-        type=guidance,
+        type=non_negative,
         help="guidance scale; 1: off (default: the model's)",
     )
     group.add_argument("--negative-prompt", metavar="TEXT", help="what the images should not show")

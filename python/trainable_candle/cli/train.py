@@ -38,11 +38,12 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
     world = from_environment()
-    # `launch` runs this function again in each process that it starts. If it starts only one, this
-    # process has no world; `is_launched` then tells the process from the user's command.
+    # `launch` runs this function again in each process that it starts, and these processes must not
+    # launch others. If `launch` starts a single process, that process has no world; there,
+    # `is_launched` returns True.
     if config.gpus is not None and world is None and not is_launched():
         return _launch(config, arguments)
-    follow_launcher()
+    follow_launcher()  # From here on, this process ends with the launcher, if there is one.
 
     # Imported after the arguments are checked.
     from trainable_candle.run import train_adapter  # noqa: PLC0415
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         f"  {program} --config {shlex.quote(str(result.output / CONFIG))} --resume latest",
         file=sys.stderr,
     )
-    # As in a shell: 128 and the number of the signal.
+    # As in a shell: 128 plus the number of the signal.
     return 128 + result.stopped_by if result.stopped_by else 0
 
 

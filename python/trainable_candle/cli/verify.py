@@ -46,15 +46,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     path = adapter_in(path)
     report = verify_adapter(path, model, weights)
     built_in = families.find(model).default_weights() if weights is None else None
-    if built_in is not None and _unfit(report):
+    if built_in is not None and _unusable_count(report):
         built_in_report = verify_adapter(path, model, built_in)
-        if _unfit(built_in_report) < _unfit(report):
+        if _unusable_count(built_in_report) < _unusable_count(report):
             report, weights = built_in_report, built_in
             print(
                 f"note: the adapter's sizes are those of the built-in `{model}`, not those of the "
                 "published model"
             )
-    if weights is None and _unfit(report) == len(report.modules):
+    if weights is None and _unusable_count(report) == len(report.modules):
         print(
             f"note: compared with the published `{model}`; for a model of other sizes, give "
             "--weights"
@@ -133,11 +133,11 @@ def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[st
     missing = sum(m.layer is None and m.module not in outside for m in modules)
     if missing:
         ignored["the model has no such layer"] = missing
-    misfits = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
+    misfits = sum(_does_not_fit(m) and tool not in m.ignored_by for m in modules)
     if misfits:
         ignored["its shapes or values do not fit the layer"] = misfits
     changed = Counter(
-        m.changed_by[tool] for m in modules if tool in m.changed_by and not _misfit(m)
+        m.changed_by[tool] for m in modules if tool in m.changed_by and not _does_not_fit(m)
     )
     in_full = len(modules) - ignored.total() - changed.total()
     parts = [f"; {count} in part: {reason}" for reason, count in changed.items()]
@@ -145,14 +145,14 @@ def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[st
     return f"{tool} applies {in_full}{''.join(parts)}"
 
 
-def _misfit(module: AdapterModule) -> bool:
+def _does_not_fit(module: AdapterModule) -> bool:
     """Return whether the module's layer exists but the module does not fit it."""
     return module.layer is not None and module.fault is not None
 
 
-def _unfit(report: AdapterReport) -> int:
+def _unusable_count(report: AdapterReport) -> int:
     """Count the modules that match no layer of the model or do not fit their layer."""
-    return sum(module.layer is None or _misfit(module) for module in report.modules)
+    return sum(module.layer is None or _does_not_fit(module) for module in report.modules)
 
 
 def _fault(module: AdapterModule, tool: str) -> str | None:
@@ -179,7 +179,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "file",
         metavar="FILE",
-        nargs="?",
+        nargs="?",  # `require` reports a missing file
         help="the adapter: a file, a folder of another program, or the output folder of a run",
     )
     group.add_argument("--model", metavar="NAME", help="the model of the adapter (default: sdxl)")

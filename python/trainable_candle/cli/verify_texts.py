@@ -53,7 +53,9 @@ def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
 
 
 def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
-    """Return a line for each program that loads adapters of language models: what it does with one.
+    """Return, for each program that loads language models' adapters, what it does with this one.
+
+    Each program has one line.
 
     Args:
         path: the adapter: a safetensors file, or peft's folder.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle.cli.options import guidance, whole
+from trainable_candle.cli.options import non_negative, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import flag
 
@@ -23,7 +23,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--temperature",
         metavar="X",
-        type=guidance,
+        type=non_negative,
         help="0 (default): the likeliest token; 1: as predicted",
     )
     group.add_argument(
@@ -35,19 +35,19 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--top-p",
         metavar="X",
-        type=guidance,
+        type=non_negative,
         help="draw from the fewest tokens that sum to X; 1: all",
     )
     group.add_argument(
         "--min-p",
         metavar="X",
-        type=guidance,
+        type=non_negative,
         help="least probability relative to the likeliest's; 0: all",
     )
     group.add_argument(
         "--repetition-penalty",
         metavar="X",
-        type=guidance,
+        type=non_negative,
         help="above 1: fewer repetitions (default: 1)",
     )
     group.add_argument(
