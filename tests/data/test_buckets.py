@@ -105,7 +105,7 @@ def test_crops_are_taken_from_the_scaled_image() -> None:
     ramp = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
     fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
-    crop = np.asarray(fit.cut(Image.fromarray(ramp), *fit.box()))
+    crop = np.asarray(fit.cut(Image.fromarray(ramp), *fit.corner()))
     assert crop.shape == (48, 80)
     # The crop leaves out 8 of 96 columns on each side. The centre of column n is at n + 0.5.
     assert abs(float(crop[24, 0]) - 255 * 8.5 / 96) < 2

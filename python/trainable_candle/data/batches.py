@@ -53,20 +53,21 @@ class ShuffledBatches:
                 f"batches: {items} items in batches of {batch_size} with seed {seed}; "
                 "expected at least one item, a batch size of at least 1 and a seed of at least 0"
             )
-        group = np.zeros(items, np.int64) if groups is None else np.asarray(groups, np.int64)
-        often = np.ones(items) if repeats is None else np.asarray(repeats, np.float64)
-        if group.shape != (items,) or often.shape != (items,) or not (often > 0).all():
-            smallest = f", the smallest of them {often.min():g}" if often.size else ""
+        group_of = np.zeros(items, np.int64) if groups is None else np.asarray(groups, np.int64)
+        repeats_of = np.ones(items) if repeats is None else np.asarray(repeats, np.float64)
+        have_right_shapes = group_of.shape == (items,) and repeats_of.shape == (items,)
+        if not have_right_shapes or not (repeats_of > 0).all():
+            smallest = f", the smallest of them {repeats_of.min():g}" if repeats_of.size else ""
             raise ConfigError(
-                f"batches: {items} items with {group.size} groups and {often.size} repeats"
+                f"batches: {items} items with {group_of.size} groups and {repeats_of.size} repeats"
                 f"{smallest}; expected one group and one number of repeats for each item, and "
                 "repeats above 0"
             )
         self._batch_size = batch_size
         self._seed = seed
         self._groups = [
-            _Group(seed, number, np.flatnonzero(group == number), often)
-            for number in sorted(set(group.tolist()))
+            _Group(seed, number, np.flatnonzero(group_of == number), repeats_of)
+            for number in sorted(set(group_of.tolist()))
         ]
         self._order = lru_cache(maxsize=_REMEMBERED)(self._shuffled_groups)
 
@@ -126,7 +127,7 @@ class _Group:
         self._repeats = repeats[items]
         # If items occur only in every n-th epoch, these phases put them into different epochs.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
-        self._epoch = lru_cache(maxsize=2)(self._shuffled)
+        self._items_in = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -135,23 +136,24 @@ class _Group:
         skipped = start - self.occurrences_before(epoch)
         parts, missing = [], count
         while missing:
-            part = self._epoch(epoch)[skipped : skipped + missing]
+            part = self._items_in(epoch)[skipped : skipped + missing]
             parts.append(part)
             missing -= len(part)
             epoch, skipped = epoch + 1, 0
         return np.concatenate(parts)
 
     def _occurrences_before(self, epoch: int) -> int:
-        return int(self._counts(epoch).sum())
+        return int(self._counts_before(epoch).sum())
 
-    def _counts(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _counts_before(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return how often each item occurs in all epochs before this one."""
         # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
         return np.floor(epoch * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the items of an epoch in their random order."""
-        members = np.repeat(self._items, self._counts(epoch + 1) - self._counts(epoch))
+        counts = self._counts_before(epoch + 1) - self._counts_before(epoch)
+        members = np.repeat(self._items, counts)
         rng = generator(self._seed, "items", pair(self._number, epoch))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
         return order

@@ -63,7 +63,7 @@ class Fit:
         """The fraction of the image's area that is cropped away, from 0 to below 1."""
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
-    def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
+    def corner(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
         """Return the first column and the first row of a crop in the scaled image.
 
         Args:
@@ -141,6 +141,7 @@ class Buckets:
         return Fit(bucket, (width, height), scaled)
 
     def _full_size(self) -> set[Bucket]:
+        """Return, for each width, the tallest bucket; and for each height, the widest one."""
         least, most = self._options.shortest_side, self._options.longest_side
         step = self._options.bucket_step
         tallest = set()

@@ -135,7 +135,7 @@ class CaptionMaker:
     def plain(self, caption: str, trigger: str) -> str:
         """Return the trigger and the whole caption, with its tags in order, as in validation.
 
-        A caption that already begins with the word `trigger` gets no other one.
+        The trigger is not added to a caption that already begins with it as a whole word.
         """
         caption = " ".join(caption.split())
         next_character = caption[len(trigger) : len(trigger) + 1]

@@ -35,8 +35,8 @@ class Colors:
     brightness: float
     """The factor by which all channels are multiplied."""
     contrast: float
-    """The factor for the differences between the channels and the image's mean luma, for which a
-    pixel counts by its opacity."""
+    """The factor for the differences between the channels and the image's mean luma, in which each
+    pixel has its opacity as weight."""
     saturation: float
     """The factor for the differences between a pixel's channels and its luma."""
     hue: float

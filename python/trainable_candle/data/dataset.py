@@ -177,7 +177,7 @@ class Dataset:
             self._batch(
                 index,
                 range(first, first + len(group)),
-                [View(number, *self.items[number].fit.box(), flipped=False) for number in group],
+                [View(number, *self.items[number].fit.corner(), flipped=False) for number in group],
                 [self._plain_caption(number) for number in group],
             )
             for index, (first, group) in enumerate(zip(firsts, groups, strict=False))
@@ -280,11 +280,12 @@ class Dataset:
         )
 
     def _drawn_view(self, number: int, sample: int) -> View:
+        """Draw a view of item `number`: its crop, its side (mirrored or not) and its colours."""
         if self._crop_count == self._color_count == 1 and not self.options.flip:
             return self._sides(number, 0, 0)[0]
         rng = generator(self.seed, "view", sample)
         counts = (self._crop_count, 2, self._color_count)
-        # The side is drawn without `flip` too, so that `flip` does not change the colours.
+        # The side is drawn even without `flip`, so that `flip` does not change the colours.
         crop, side, color = (int(rng.integers(count)) for count in counts)
         sides = self._sides(number, crop, color)
         return sides[side % len(sides)]
@@ -310,9 +311,9 @@ class Dataset:
         fit = item.fit
         if self.options.crop == "random":
             rng = generator(self.seed, "crop", pair(item.seed, crop))
-            left, top = fit.box(rng.random(), rng.random())
+            left, top = fit.corner(rng.random(), rng.random())
         else:
-            left, top = fit.box()
+            left, top = fit.corner()
         colors = drawn_colors(self.options.color, self.seed, item.seed, color)
         view = View(number, left, top, flipped=False, colors=colors)
         return [view, replace(view, flipped=True)] if self.options.flip else [view]

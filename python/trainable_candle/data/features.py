@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.filling import Filled, Progress, groups_of
 from trainable_candle.data.kept import Entries
 from trainable_candle.data.pixels import in_parallel
-from trainable_candle.distributed.dealing import needed
+from trainable_candle.distributed.dealing import missing_anywhere
 from trainable_candle.distributed.group import ALONE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class LatentCache:
         self._dataset = dataset
         self._encode = tc.no_grad()(encode)
         self._encode_area = encode_area
-        self._kept = options.kind != "off"
+        self._is_on = options.kind != "off"
         self._entries = Entries(options, "latents", identity, folder, device)
         self._keys: dict[View, str] = {}
 
@@ -92,7 +92,7 @@ class LatentCache:
             OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
-        if not self._kept:
+        if not self._is_on:
             return Filled(0, 0, 0)
         dataset = self._dataset
         views = {self._key(view): view for view in dataset.views()}
@@ -111,9 +111,10 @@ class LatentCache:
 
         batches = groups_of(mine, bucket_of, images_at_once)
         with (
-            closing(in_parallel(dataset.pixels, (v for b in batches for v in b))) as pixels,
+            closing(in_parallel(dataset.pixels, chain.from_iterable(batches))) as pixels,
             Progress("latents", len(mine), progress, report) as done,
         ):
+            # Each batch takes its images from `pixels`, the stream of decoded images.
             stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
             self._entries.fill(batches, stacked, self._encode, key_and_facts, done)
         self._entries.pass_on(group, lacking)
@@ -130,7 +131,7 @@ class LatentCache:
             DatasetError: an entry is missing or damaged, or, with the cache off, an image has
                 changed or can no longer be decoded.
         """
-        if not self._kept:
+        if not self._is_on:
             return self._entries.placed(self._encode(self._pixels(batch.views)))
         return _joined([self._entries.get(self._key(view)) for view in batch.views])
 
@@ -192,7 +193,7 @@ class TextCache:
         self._encode = tc.no_grad()(encode)
         self._encode_parts = encode_parts
         self._parts = parts
-        self._kept = options.kind != "off"
+        self._is_on = options.kind != "off"
         self._entries = Entries(options, "text", identity, folder, device)
 
     def fill(
@@ -219,7 +220,7 @@ class TextCache:
             OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
-        if not self._kept:
+        if not self._is_on:
             return Filled(0, 0, 0)
         texts = {_text_key(caption): caption for caption in ("", *captions)}
         missing = self._entries.missing(list(texts))
@@ -243,7 +244,7 @@ class TextCache:
         Raises:
             DatasetError: an entry is missing or damaged.
         """
-        if self._kept:
+        if self._is_on:
             rows = [self._entries.get(_text_key(caption)) for caption in captions]
         else:
             rows = [self._entries.placed(self._encode([caption])) for caption in captions]
@@ -266,7 +267,7 @@ def _dealt(
     Returns:
         The tasks that this process encodes, and the keys of all entries that some process lacks.
     """
-    lacking = needed(group, missing, tasks)
+    lacking = missing_anywhere(group, missing, tasks)
     missing_here = set(missing)
     mine = lacking[group.rank :: group.size]
     # An entry that this process has, but another lacks, is not encoded again: `pass_on` sends it.
@@ -293,10 +294,10 @@ def _continued(
             extended[name] = tensor
             continue
         length = max(other[name].shape[1] for other in rows)
-        pieces, lacking = [tensor], length - tensor.shape[1]
-        while lacking:
-            pieces.append(blank[name].narrow(1, 0, min(lacking, blank[name].shape[1])))
-            lacking -= pieces[-1].shape[1]
+        pieces, missing_length = [tensor], length - tensor.shape[1]
+        while missing_length:
+            pieces.append(blank[name].narrow(1, 0, min(missing_length, blank[name].shape[1])))
+            missing_length -= pieces[-1].shape[1]
         extended[name] = tc.cat(pieces, 1) if len(pieces) > 1 else tensor
     return extended
 

@@ -213,7 +213,7 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
     Args:
         path: the image.
         listed: its caption in a `metadata.jsonl`; None without one.
-        default: the caption if the image has none of its own; None is an error.
+        default: the caption if the image has none of its own; if None, such an image is unusable.
         masks: whether to look for a mask.
     """
     if not path.is_file():

@@ -21,7 +21,7 @@ SUFFIXES: Final = (".safetensors", ".gguf", ".json", ".txt", ".model")
 MEMORY: Final = "contents.json"
 """The file of remembered hashes in `user_folder`."""
 _FORMAT: Final = 1
-"""The version of the format of this file; files of other versions are ignored."""
+"""The version of the format of `MEMORY`; files of other versions are ignored."""
 _CHUNK: Final = 32 * 2**20
 """The number of bytes of a file that one task of the thread pool hashes."""
 _PIECE: Final = 2**20
@@ -51,7 +51,9 @@ def file_identity(path: str | Path) -> str:
     path = Path(path).expanduser()
     files = [path]
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()
+        )
     digest = hashlib.blake2b(digest_size=16)
     for file, content in zip(files, content_digests(files), strict=True):
         name = os.fsencode(file.relative_to(path))
@@ -82,7 +84,8 @@ def content_digests(files: Sequence[Path]) -> list[str]:
             name: [*state, found[name]]
             for name, file, state in zip(names, files, before, strict=True)
             # Do not remember the hash of a file that changed while it was read, or less than
-            # `SETTLED` ago: another change could give it the same timestamps.
+            # `SETTLED` ago: another change could give it the same timestamps. `state[1:3]` are
+            # the file's mtime and ctime.
             if name in sizes and now - max(state[1:3]) > SETTLED and _state(file) == state
         }
         _remember(memory, fresh)

@@ -10,7 +10,7 @@ from trainable_candle.background import BackgroundWriter
 from trainable_candle.data.cache import FeatureStore
 from trainable_candle.data.entries import packed, unpacked
 from trainable_candle.data.pixels import in_parallel
-from trainable_candle.distributed.dealing import needed, passed_on
+from trainable_candle.distributed.dealing import missing_anywhere, passed_on
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.group import Group
 
 _Task = TypeVar("_Task")
-_Given = TypeVar("_Given")
+_Input = TypeVar("_Input")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
 """The entries that stay on the device have at most this many bytes in all. Other entries are copied
@@ -81,8 +81,8 @@ class Entries:
     def fill(
         self,
         groups: Sequence[Sequence[_Task]],
-        given: Iterable[_Given],
-        encode: Callable[[_Given], Mapping[str, Tensor]],
+        inputs: Iterable[_Input],
+        encode: Callable[[_Input], Mapping[str, Tensor]],
         entry: Callable[[_Task], tuple[str, dict[str, str]]],
         done: Callable[[int], None],
     ) -> None:
@@ -90,7 +90,7 @@ class Entries:
 
         Args:
             groups: groups of tasks; the tasks of a group are encoded together.
-            given: yields the encoder's input for each group.
+            inputs: yields the encoder's input for each group.
             encode: takes the input of a group; returns tensors with one row for each task.
             entry: returns the key of a task, and the facts for the file of its entry.
             done: called after each group with the number of its tasks.
@@ -101,7 +101,7 @@ class Entries:
         """
         writer = BackgroundWriter("cache", PENDING)
         try:
-            for group, values in zip(groups, given, strict=True):
+            for group, values in zip(groups, inputs, strict=True):
                 encoded = encode(values)
                 writer.submit(partial(self._add, list(map(entry, group)), encoded))
                 done(len(group))
@@ -127,7 +127,7 @@ class Entries:
         Args:
             group: the processes. Each of them must call this after it has made its own entries.
             keys: the keys of all entries that some process lacked before they were made (the result
-                of `needed`). This process has the entries of the keys with the indices
+                of `missing_anywhere`). This process has the entries of the keys with the indices
                 `group.rank`, `group.rank + group.size` and so on, and sends them.
 
         Raises:
@@ -136,12 +136,13 @@ class Entries:
         """
         if group.size == 1:
             return
-        # Processes may share a disk, so this one lacks only what is missing when all are done.
+        # Processes may share a disk, so this process looks for missing entries only after all
+        # processes have made theirs.
         group.barrier()
         mine = keys[group.rank :: group.size]
         own = set(mine)
         missing_here = set(self.missing([key for key in keys if key not in own]))
-        wanted = set(needed(group, missing_here, keys))
+        wanted = set(missing_anywhere(group, missing_here, keys))
         to_send = [key for key in mine if key in wanted]
         for content in passed_on(group, map(self._content, to_send)):
             tensors, facts = unpacked(content)
@@ -187,8 +188,8 @@ class Entries:
         """Keep an entry in memory, unless it has a file and exceeds the limits."""
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         if self._store is None or self._bytes + size <= MEMORY_LIMIT:
-            place = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"
-            self._memory[key] = {name: tensor.to(place) for name, tensor in tensors.items()}
+            device = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"
+            self._memory[key] = {name: tensor.to(device) for name, tensor in tensors.items()}
             self._bytes += size
 
 

@@ -49,7 +49,7 @@ def load_dataset(
     buckets = Buckets(options)
     folders: list[Folder] = []
     by_folder: list[list[Item]] = []
-    small: list[str] = []
+    too_small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
         hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
@@ -65,18 +65,21 @@ def load_dataset(
         for picture in folder.pictures:
             fit = buckets.fit(picture.width, picture.height)
             if fit is None:
-                small.append(f"{picture.path}: {picture.width}x{picture.height}")
+                too_small.append(f"{picture.path}: {picture.width}x{picture.height}")
             else:
-                items.append(Item(picture, fit, trigger, weight, 1.0, mask))
-        if source.mask not in {None, "off"} and items and not any(i.has_mask for i in items):
+                # `_balance` sets the repeats below.
+                items.append(Item(picture, fit, trigger, weight, repeats=1.0, mask=mask))
+        found_mask = any(item.has_mask for item in items)
+        if source.mask not in {None, "off"} and items and not found_mask:
             reason = none_found(mask, items[0].picture.path)
             raise ConfigError(f"dataset: {source.path}: mask: {mask} {reason}")
         by_folder.append(items)
     if not any(by_folder):
-        raise nothing_left(options, folders, small)
+        raise nothing_left(options, folders, too_small)
     _balance(by_folder, options.sources)
-    every = [item for items in by_folder for item in items]
-    return Dataset(every, options, captions, seed, describe(by_folder, options, folders, small))
+    all_items = [item for items in by_folder for item in items]
+    summary = describe(by_folder, options, folders, too_small)
+    return Dataset(all_items, options, captions, seed, summary)
 
 
 def _trigger(source: Source, captions: CaptionOptions) -> str:

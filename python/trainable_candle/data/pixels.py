@@ -32,6 +32,7 @@ SUFFIXES: Final = (
     ".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp",
 )  # fmt: skip
 _ORIENTATION: Final = 0x0112
+"""The EXIF tag of the image's orientation."""
 _ON_ITS_SIDE: Final = range(5, 9)
 """EXIF orientations for which the upright image has width and height exchanged."""
 _WORKERS: Final = min(8, os.cpu_count() or 1)
@@ -74,10 +75,10 @@ def probe(path: Path) -> Facts:
             if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                 width, height = height, width
             transparent = _has_alpha(image)
-            if image.mode[0] in "IF":
+            if image.mode[0] in "IF":  # more than 8 bits per pixel: "I", "I;16" and others, "F"
                 _as_rgb(image)  # It raises an error if it cannot convert the pixels to 8 bits.
             else:
-                image.draft(None, (1, 1))
+                image.draft(None, (1, 1))  # Selects the smallest size that the decoder offers.
                 image.load()
     return Facts(width, height, _digest(data), transparent)
 

@@ -190,12 +190,12 @@ def _renamed(values: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         ConfigError: two names mean the same field.
     """
     renamed: dict[Any, Any] = {}
-    given: dict[Any, Any] = {}
+    written: dict[Any, Any] = {}  # the key of each field as the entry has it
     for key, value in values.items():
         name = _SYNONYMS.get(key, key)
         if name in renamed:
             raise ConfigError(
-                f"{where}: `{given[name]}` and `{key}` mean the same; give one of them"
+                f"{where}: `{written[name]}` and `{key}` mean the same; give one of them"
             )
-        renamed[name], given[name] = value, key
+        renamed[name], written[name] = value, key
     return renamed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe(
-    found: Sequence[Sequence[Item]],
+    by_folder: Sequence[Sequence[Item]],
     options: DatasetOptions,
     folders: Sequence[Folder],
     small: Sequence[str],
@@ -26,15 +26,15 @@ def describe(
     """Return the summary of a data set.
 
     Args:
-        found: the images of each folder that are trained on.
+        by_folder: the images of each folder that are trained on.
         options: the settings.
         folders: what each folder contains, in the order of `options.sources`.
         small: one line for each image that is too small for every bucket.
     """
-    items = [item for group in found for item in group]
+    items = [item for group in by_folder for item in group]
     seen = sum(item.repeats for item in items)
     lines = [f"dataset: {counted(len(items), 'image')}, {seen:g} per epoch"]
-    lines += _folders(found, options, folders)
+    lines += _folders(by_folder, options, folders)
     lines += _buckets(items)
     if small:
         lines.append(f"left out: {counted(len(small), 'image')} {_too_small(options)}")
@@ -83,11 +83,11 @@ def _too_small(options: DatasetOptions) -> str:
 
 
 def _folders(
-    found: Sequence[Sequence[Item]], options: DatasetOptions, folders: Sequence[Folder]
+    by_folder: Sequence[Sequence[Item]], options: DatasetOptions, folders: Sequence[Folder]
 ) -> list[str]:
     """Return one line for each folder."""
     lines = []
-    for group, folder, source in zip(found, folders, options.sources, strict=True):
+    for group, folder, source in zip(by_folder, folders, options.sources, strict=True):
         # The images of a folder have the same `repeats`, `loss_weight` and `mask`.
         facts = [counted(len(group), "image")]
         if group and group[0].repeats != 1:

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _group: Group = Alone()
+"""The processes that this process has joined with `init`; only itself until then."""
 
 
 def init(device: str = "auto") -> str:

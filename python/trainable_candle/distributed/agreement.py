@@ -86,14 +86,14 @@ class SameParameters(Callback):
             return
         mine = json.dumps(_sums(trainer.parameters)).encode()
         by_rank = [json.loads(message) for message in self._group.exchange(mine)]
-        ours = by_rank[0]
+        first = by_rank[0]
         for rank, theirs in enumerate(by_rank):
             for name, var in trainer.parameters.items():
-                if not _close(theirs[name], ours[name], var.numel()):
+                if not _close(theirs[name], first[name], var.numel()):
                     raise DistributedError(
                         f"distributed: after step {report.step}, {name} differs between rank "
                         f"{rank} (its norm is {math.sqrt(theirs[name][1]):.9g}) and rank 0 "
-                        f"({math.sqrt(ours[name][1]):.9g}): a GPU or a link has made an error, or "
+                        f"({math.sqrt(first[name][1]):.9g}): a GPU or a link has made an error, or "
                         "a callback has changed the parameters of one process alone; continue "
                         "with --resume latest; if it happens again, set NCCL_P2P_DISABLE=1 or "
                         f"leave out the GPU of rank {rank}"
@@ -112,10 +112,11 @@ def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
     return dict(zip(parameters, pairs, strict=True))
 
 
-def _close(theirs: tuple[float, float], ours: tuple[float, float], count: int) -> bool:
+def _close(theirs: tuple[float, float], first: tuple[float, float], count: int) -> bool:
     """Return whether two pairs of sums over `count` values, as from `_sums`, are nearly equal."""
     # If values have both signs, their sum may be much smaller than its rounding error, which grows
-    # with the sum of the absolute values: at most `scale`.
-    scale = math.sqrt(count * ours[1])
-    same_sum = math.isclose(theirs[0], ours[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
-    return same_sum and math.isclose(theirs[1], ours[1], rel_tol=_TOLERANCE)
+    # with the sum of the absolute values. By the Cauchy-Schwarz inequality, that sum is at most
+    # `scale`.
+    scale = math.sqrt(count * first[1])
+    same_sum = math.isclose(theirs[0], first[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
+    return same_sum and math.isclose(theirs[1], first[1], rel_tol=_TOLERANCE)

@@ -45,7 +45,7 @@ def measured(
     return [by_rank[index % group.size][index // group.size] for index in range(len(items))]
 
 
-def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
+def missing_anywhere(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
     """Return the names that are missing in at least one process; all processes get the same list.
 
     Callers divide the list: each process makes what the names at the indices `group.rank`,

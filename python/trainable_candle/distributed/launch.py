@@ -37,7 +37,7 @@ _TAIL: Final = 12
 _SOCKET_PATH: Final = 90
 """The number of characters that every system allows in the path of a socket."""
 _SOCKET_NAME: Final = 30
-"""The characters reserved for `/tc-XXXXXXXX/rendezvous`, the end of the path."""
+"""The number of characters reserved for `/tc-XXXXXXXX/rendezvous`, the end of the path."""
 
 _COUNT: Final = (
     "from trainable_candle import cuda\n"
@@ -59,6 +59,7 @@ def chosen_gpus(text: str) -> list[int]:
     counted = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False
     )
+    # The last line of stdout or, if the program has failed, its stderr.
     [answer] = counted.stdout.strip().splitlines()[-1:] or [counted.stderr.strip()]
     if not answer.isdecimal():
         raise DeviceError(f"gpus: {text} asked for, and no GPU can be used: {answer}")
@@ -255,7 +256,10 @@ def _log(logs: Path, rank: int) -> Path:
 
 
 def _visible(gpus: Sequence[int]) -> str:
-    """Return the `CUDA_VISIBLE_DEVICES` that shows only `gpus`, which are indices into ours."""
+    """Return the `CUDA_VISIBLE_DEVICES` that shows only `gpus`.
+
+    The indices `gpus` count the devices that this process sees.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     if names and max(gpus) >= len(names):

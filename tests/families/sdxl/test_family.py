@@ -322,7 +322,7 @@ def test_time_ids_are_those_of_the_reference() -> None:
     # As in diffusers' train_text_to_image_sdxl.py, the six values are the height and width of the
     # original image, the top and left of the crop, and the height and width of the crop.
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
-    assert fit.box() == (0, 22)
+    assert fit.corner() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)
     wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
     assert time_ids(wide.frame(3, 0)) == (100, 240, 0, 3, 50, 100)

@@ -266,23 +266,23 @@ def _examples(
         counts: gets what is counted.
     """
     encoded: list[Encoded] = []
-    all_texts = chain.from_iterable(texts for _, texts in drafts)
+    all_drafts = chain.from_iterable(line_drafts for _, line_drafts in drafts)
     # All texts of one call of `encode_all` have the same `special`.
-    for special, group in groupby(all_texts, lambda draft: draft.special):
+    for special, group in groupby(all_drafts, lambda draft: draft.special):
         encoded += tokenizer.encode_all([draft.text for draft in group], special=special)
     tokens = iter(encoded)
-    for place, texts in drafts:
-        example = labelled(texts, list(islice(tokens, len(texts))))
+    for place, line_drafts in drafts:
+        example = labelled(line_drafts, list(islice(tokens, len(line_drafts))))
         problem = unknown_token(example.ids, tokenizer, options.vocabulary)
         if problem:
             counts.bad.append(f"{place}: {problem}")
             continue
-        kept = _kept(example, options, counts)
+        kept = _truncated(example, options, counts)
         if kept is not None:
             yield kept
 
 
-def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
+def _truncated(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
     """Return what is kept of an example after truncation, and count what is cut off.
 
     None if nothing in the example, or in one half of a pair, is learnt.

@@ -88,9 +88,9 @@ class Pair:
         shorter than its half.
         """
         half = length // 2
-        chosen = max(half, length - len(self.rejected))
-        rejected = max(half, length - min(len(self.chosen), chosen))
-        return Pair(self.chosen.truncated(chosen), self.rejected.truncated(rejected))
+        chosen_length = max(half, length - len(self.rejected))
+        rejected_length = max(half, length - min(len(self.chosen), chosen_length))
+        return Pair(self.chosen.truncated(chosen_length), self.rejected.truncated(rejected_length))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def tokens_of(
             messages follow.
     """
     drafts = drafts_of(example, tokenizer, train_on)
-    return labelled(drafts, [tokenizer.encode(d.text, special=d.special) for d in drafts])
+    encoded = [tokenizer.encode(draft.text, special=draft.special) for draft in drafts]
+    return labelled(drafts, encoded)
 
 
 def unknown_token(
@@ -297,7 +298,7 @@ def _turn_end(
 def _inside(encoded: Encoded, span: tuple[int, int]) -> npt.NDArray[np.bool_]:
     """Return the mask of the tokens from the first to the last with a character in the span."""
     span_start, span_end = span
-    starts, ends = encoded.offsets.T
+    starts, ends = encoded.offsets.T  # For each token, its start and its end in characters.
     mask = np.zeros(len(starts), np.bool_)
     touched = np.flatnonzero((starts < span_end) & (ends > span_start) & (ends > starts))
     if len(touched):

@@ -141,8 +141,8 @@ def _message(value: Any, field: str) -> Message:
         message.pop("tool_calls", None)
     if content is None and calls:
         return message
-    words = _content(content, f"{field}.{content_field}")
-    if role in {"user", "assistant"} and not words.strip() and not calls:
+    content_text = _content(content, f"{field}.{content_field}")
+    if role in {"user", "assistant"} and not content_text.strip() and not calls:
         kind = "answer" if role == "assistant" else "message"
         raise RowError(f"`{field}.{content_field}` is an empty {kind}")
     return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}

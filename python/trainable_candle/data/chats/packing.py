@@ -73,7 +73,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     # For each bin the room that is left in it and the bin's number, in ascending order.
     rooms: list[tuple[int, int]] = []
     for item in order:
-        # The first bin with enough room: -1 is less than the number of every bin.
+        # The first bin with enough room, which has the least room of all such bins, because `rooms`
+        # ascends. The number -1 is less than that of every bin.
         position = bisect_left(rooms, (lengths[item], -1))
         if position == len(rooms):
             room, number = capacity, len(bins)
@@ -115,7 +116,7 @@ class PackedRows:
         self._batch_size = batch_size
         self._seed = seed
         # Batches are padded to a multiple of this number of tokens; 0: they are not padded.
-        self._unit = -(-batch_size * sequence_length // shapes) if shapes else 0
+        self._padding_multiple = -(-batch_size * sequence_length // shapes) if shapes else 0
         lengths = [len(example) for example in examples]
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
@@ -132,9 +133,9 @@ class PackedRows:
         numbers = range(first, first + self._batch_size)
         rows = [self._rows_of(number // self.rows)[number % self.rows] for number in numbers]
         examples = [[self._examples[item] for item in row] for row in rows]
-        if not self._unit:
+        if not self._padding_multiple:
             return joined(examples)
-        return joined(examples, self._unit, self._batch_size * self._most_texts + 1)
+        return joined(examples, self._padding_multiple, self._batch_size * self._most_texts + 1)
 
     def first_batch(self, epoch: int) -> int:
         """Return the number of the batch in which an epoch begins; both are counted from 0."""
@@ -161,13 +162,15 @@ def in_order(
     return [joined(rows[start : start + batch_size]) for start in starts]
 
 
-def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int = 0) -> Packed:
+def joined(
+    rows: Sequence[Sequence[Tokens | Pair]], padding_multiple: int = 1, least_bounds: int = 0
+) -> Packed:
     """Return rows of examples as one stream.
 
     Args:
         rows: the examples of each row.
-        unit: padding fills the stream up to a multiple of this many tokens.
-        bounds: `cu_seqlens` gets at least this many entries.
+        padding_multiple: padding fills the stream up to a multiple of this many tokens.
+        least_bounds: `cu_seqlens` gets at least this many entries.
     """
     ids, targets, lengths = [], [], list[int]()
     # The number of the first text, `chosen`, of each pair; `rejected` is the next text.
@@ -182,8 +185,8 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
                 targets.append(shifted(text))
                 lengths.append(len(text))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    cu_seqlens = np.pad(cu_seqlens, (0, max(0, bounds - len(cu_seqlens))), mode="edge")
-    padding_length = -sum(lengths) % unit
+    cu_seqlens = np.pad(cu_seqlens, (0, max(0, least_bounds - len(cu_seqlens))), mode="edge")
+    padding_length = -sum(lengths) % padding_multiple
     padding = np.zeros(padding_length, np.int64)
     ids.append(padding)
     targets.append(np.full(padding_length, IGNORED, np.int64))
