@@ -149,7 +149,8 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
         MissingFileError: see `download`.
     """
     files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in suffixes]
-    # This file describes the data set; the pattern for `.json` matches it.
+    # `dataset_infos.json` describes the data set and has no texts, but the pattern for `.json`
+    # matches it.
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
 
 

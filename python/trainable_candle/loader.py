@@ -215,6 +215,7 @@ def _require_alike(found: Sequence[Any], what: str) -> None:
 
 
 def _unordered(value: Any) -> Any:
+    """Return a tuple of names as a set, and a number of entries as it is."""
     return set(value) if isinstance(value, tuple) else value
 
 
@@ -272,7 +273,7 @@ class DataLoader:
         persistent_workers: bool = False,
     ) -> None:
         del pin_memory, persistent_workers
-        drawing("DataLoader", generator)
+        drawing("DataLoader", generator)  # Raises an error for another type.
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
@@ -381,6 +382,7 @@ class DataLoader:
                         if (batch := waiting.popleft().result()) is _END:
                             return
                         yield batch
+                # Only an endless series of tasks returns `_END`, and it never reaches this loop.
                 while waiting:
                     yield waiting.popleft().result()
             finally:

@@ -24,7 +24,8 @@ from trainable_candle._core import (
 from trainable_candle.hub import resolve
 
 load = Model.from_pretrained
-# `load` and `from_pretrained` then also take the names of models on the Hugging Face hub.
+# With this resolver, `load` and `from_pretrained` also take the names of models on the Hugging Face
+# hub.
 set_resolver(resolve)
 
 __all__ = [

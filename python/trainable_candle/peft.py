@@ -80,7 +80,7 @@ class ModuleAdapter:
         self.config = config
         self._module = module
         places = _places(module)
-        shapes: dict[str, Any] = {name: p.layer.weight.shape for name, p in places.items()}
+        shapes: dict[str, Any] = {name: place.layer.weight.shape for name, place in places.items()}
         ranks = config.select(shapes)
         for target in config.target_modules:
             _require_layer(module, shapes, target)
@@ -363,9 +363,14 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
         ConfigError: The plain layer cannot have the adapter that the configuration describes.
         ArgumentError: The layer is a convolution with several groups.
     """
-    # A key of the pattern is a regular expression for the whole name, or for its end after a dot.
+    # A key of `alpha_pattern` is a regular expression for a layer's whole name, or for the end of
+    # the name after a dot.
     alpha = next(
-        (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),
+        (
+            value
+            for pattern, value in config.alpha_pattern.items()
+            if re.fullmatch(rf"(.*\.)?({pattern})", name)
+        ),
         config.lora_alpha,
     )
     options = (config.lora_dropout, config.use_rslora)

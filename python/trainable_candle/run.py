@@ -214,12 +214,13 @@ def _train_in(
         if progress:
             bar = ProgressBar(unit=task.counts)
             before, report = [*before, bar], bar.beside(report)
+        # `before` are the callbacks that precede the run's own; `callbacks` follow them.
         run = partial(_train, group, family, weights, start, data, (before, callbacks), report)
 
         def may_repeat() -> bool:
             # A checkpoint of the first attempt would look newer than those of the second.
-            has_saved = any(run_state.step_of(c) > step for c in run_state.checkpoints(output))
-            return group.size == 1 and not has_saved
+            saved = run_state.checkpoints(output)
+            return group.size == 1 and all(run_state.step_of(path) <= step for path in saved)
 
         return run_planned(run, plan, budget, planned, counter, may_repeat, report)
 
@@ -227,7 +228,7 @@ def _train_in(
 @contextmanager
 def _held_output(output: Path, step: int) -> Iterator[None]:
     """Reserve the output folder for this run, which continues from `step`."""
-    _make_writable(output)
+    _make_output(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have used the folder since `_resumed` checked it.
         run_state.refuse_later(output, step)
@@ -469,7 +470,7 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
     return logs
 
 
-def _make_writable(folder: Path) -> None:
+def _make_output(folder: Path) -> None:
     """Make a folder, and check before a model is loaded that the folder can be written to.
 
     Raises:

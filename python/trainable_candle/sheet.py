@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PAGE: Final = "index.html"
 SHEET: Final = "previews.png"
 _NAME: Final = re.compile(r"step-(\d+)(?:-(\d+))?\.png")
+"""The names of the files of `preview_path`: the step and, if any, the number of the prompt."""
 _SIDE: Final = 192
 """The greatest width and height of a thumbnail, px."""
 _COLUMNS: Final = 12
@@ -74,7 +75,7 @@ def _previews(folder: Path, count: int) -> dict[int, list[Path]]:
 
     if count == 1:
         matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-        found = {int(m[1]): [path] for m, path in matches if m and m[2] is None}
+        found = {int(match[1]): [path] for match, path in matches if match and match[2] is None}
     else:
         names = {path.name for path in (folder / "images").glob("step-*.png")}
         steps = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}

@@ -19,6 +19,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
+    """Convert a value to an array; a bf16 tensor becomes f32, because numpy has no bf16."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
     tensor = value.detach()

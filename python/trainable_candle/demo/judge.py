@@ -127,6 +127,7 @@ def spread(pixels: Pixels) -> float:
     squared = squared_norms[:, None] + squared_norms[None, :] - 2.0 * (flat @ flat.T)
     # Rounding may make the squared distance of equal images negative.
     distances = np.sqrt(np.maximum(squared, 0.0))
+    # The matrix has each pair of images twice, and zeros on its diagonal.
     return float(distances.sum() / (count * (count - 1)))
 
 

@@ -175,14 +175,16 @@ class Answers:
         questions = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
         for task_name in words.TASKS:
             questions += [(task_name, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
-        chats = [[{"role": "user", "content": words.message(*each)}] for each in questions]
+        chats = [[{"role": "user", "content": words.message(*question)}] for question in questions]
         answers = task.answers(chats, WritingOptions(tokens=32))
         self.asked = questions[:ASKED]
         """Pairs of the unseen task and a word."""
         self.new = answers[:ASKED]
         """The answers to `asked`, in the same order."""
-        pairs = zip(questions, answers, strict=True)
-        right = [words.answer(*each) == answer for each, answer in pairs]
+        right = [
+            words.answer(*question) == answer
+            for question, answer in zip(questions, answers, strict=True)
+        ]
         self.right = sum(right[:ASKED]) / ASKED
         """The share of exact answers in the unseen task."""
         self.right_old = sum(right[ASKED:]) / len(right[ASKED:])
@@ -197,6 +199,6 @@ class Answers:
         """
         rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
         return "\n".join(
-            f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"
-            for asked, old, new in rows
+            f"  {words.message(*question)}: without the LoRA {base_answer!r}, with it {answer!r}"
+            for question, base_answer, answer in rows
         )

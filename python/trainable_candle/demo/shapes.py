@@ -38,10 +38,14 @@ _SEEN: Final = 16
 
 
 def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
-    """Return a filled shape on a plain, dark background; place, size and background are random."""
+    """Return a filled shape on a plain background of medium brightness.
+
+    The place and the size of the shape and the colour of the background are random.
+    """
     side = SIDE * _SCALE
     image = Image.new("RGB", (side, side), tuple(int(v) for v in random.integers(95, 135, 3)))
     canvas, fill = ImageDraw.Draw(image), COLOURS[colour]
+    # The centre of the shape, and about half its width, in pixels of the canvas.
     x, y = side / 2 + random.uniform(-0.03, 0.03, 2) * side
     r = side * random.uniform(0.3, 0.34)
     if shape == HEART:
