@@ -94,7 +94,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                 for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, -log_sum[m][i / 2]));
+                        p[m][n][i] = fast_exp2(fmaf(p[m][n][i], scale2, -log_sum[m][i / 2]));
                         if (hides) {
                             const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
                             const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
@@ -267,7 +267,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? log_sum_pair.y : log_sum_pair.x) * -LOG2_E));
+                        p[m][n][i] = fast_exp2(fmaf(p[m][n][i], scale2, (i % 2 ? log_sum_pair.y : log_sum_pair.x) * -LOG2_E));
                         if (hides) {
                             const uint32_t element_query = query + n * 8 + lane % 4 * 2 + i % 2;
                             const uint32_t element_key = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;

@@ -50,7 +50,7 @@ template <int M> struct RunningSoftmax {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float raised = fmaxf(base[m][r], top[m][r]);
-                    correction[m][r] = exp2_fast(base[m][r] - raised);
+                    correction[m][r] = fast_exp2(base[m][r] - raised);
                     base[m][r] = raised;
                     sum[m][r] *= correction[m][r];
                 }
@@ -61,7 +61,7 @@ template <int M> struct RunningSoftmax {
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    scores[m][n][i] = exp2_fast(fmaf(scores[m][n][i], scale, -base[m][i / 2]));
+                    scores[m][n][i] = fast_exp2(fmaf(scores[m][n][i], scale, -base[m][i / 2]));
                     sum[m][i / 2] += scores[m][n][i];
                 }
         return raises;

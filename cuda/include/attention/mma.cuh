@@ -10,6 +10,7 @@
 // result of a first one without an exchange between threads.
 #pragma once
 
+#include "../functions.cuh"
 #include "warpgroup.cuh"
 
 // Number of values in a 16-byte chunk. Copies move whole chunks, and the chunks of a row are stored in the permuted order above.
@@ -62,13 +63,6 @@ template <> __device__ __forceinline__ uint32_t pair<__half>(float first, float 
 template <> __device__ __forceinline__ uint32_t pair<__nv_bfloat16>(float first, float second) {
     __nv_bfloat162 values = __floats2bfloat162_rn(first, second);
     return *reinterpret_cast<uint32_t *>(&values);
-}
-
-// 2^x with an error of at most 2 ulp. A result below the smallest normal number becomes zero.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // Starts to write 16 bytes to shared memory: the first `bytes` bytes from global memory, then zeros.

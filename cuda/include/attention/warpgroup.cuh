@@ -59,7 +59,8 @@ __device__ __forceinline__ void publish_to_products() {
 #if WARPGROUP_PRODUCTS
 
 // Returns the descriptor of an operand that begins at `address`, a multiple of 32 bytes, in a tile with rows of 64 values (128 bytes):
-// 128-byte swizzle, groups of eight rows 1024 bytes apart. The hardware ignores bits 16 to 29 in these products.
+// 128-byte swizzle (1 in bits 62 and 63), groups of eight rows 1024 bytes apart (bits 32 to 45, in units of 16 bytes). The hardware
+// ignores bits 16 to 29 in these products.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -76,6 +77,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 // (32, 16), (64, 16) or, if `a` is in shared memory, (128, 16); it is in shared memory.
 // warpgroup_multiply_add starts sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
 // Operands in shared memory are descriptors. The first argument only selects the dtype of the operands.
+// The numbers at the end of an instruction are the signs of `a` and `b` (1: not negated), and then, for each operand in shared memory,
+// whether the product sums over the rows of its tile.
 //
 // If the left operand is in registers, a loop must load it in the iteration that uses it, and must wait for the product in the same
 // iteration: ptxas 13.0 reuses these registers for other values between iterations.

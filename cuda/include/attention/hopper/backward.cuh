@@ -1,6 +1,6 @@
 // The backward pass of attention with the matrix instructions and the copy engine of compute capability 9.0. A block works on a tile of 128
 // keys, 64 for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the groups multiply.
-// Three more warps, the adders, add to the gradients of queries. ../backward.cuh has the formulas.
+// Three more warps, the adders, add to the gradients of queries. ../backward.cuh has the formulas, and defines P, dP and dS.
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
@@ -37,12 +37,14 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     uint32_t shared;
 
     // The index of a tile of queries over (batch, heads, tiles).
-    __device__ __forceinline__ uint32_t place(const Task &queries) const {
+    __device__ __forceinline__ uint32_t tile_index(const Task &queries) const {
         return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
 
     __device__ __forceinline__ void init() const {
         if (threadIdx.x == 0) {
+            // One thread fills the tiles and arrives once. Each group arrives once when it no longer needs a tile. All threads of the
+            // groups write dS and dq. One adder at a time empties dq.
             for (int at = K_FULL; at < KV_EMPTY; at += 8) barrier_init(shared + at, 1);
             for (int at = KV_EMPTY; at < DS_FULL; at += 8) barrier_init(shared + at, GROUPS);
             for (int at = DS_FULL; at < DQ_EMPTY; at += 8) barrier_init(shared + at, GROUPS * WARPGROUP);
@@ -60,14 +62,14 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         Ring<GRADIENT_STAGES> d_o;
         while (walk.next(order, span)) {
             const Task keys = order.keys(span.item);
-            typename Order::Way way(order, span, keys);
-            for (uint32_t step = span.begin; step < span.end; step++, way.advance(order)) {
-                const Task queries = way.queries(order, keys);
+            typename Order::QueryCursor cursor(order, span, keys);
+            for (uint32_t step = span.begin; step < span.end; step++, cursor.advance(order)) {
+                const Task queries = cursor.queries(order, keys);
                 const uint32_t q_full = shared + Q_FULL + q.stage * 8, do_full = shared + DO_FULL + d_o.stage * 8;
                 barrier_wait(shared + Q_EMPTY + q.stage * 8, q.parity ^ 1);
                 barrier_expect(q_full, QUERY_BYTES + STATISTICS_BYTES);
                 fetch_rows<D, M, M>(shared + Q + q.stage * QUERY_BYTES, maps.q, q_full, queries.tile * M, queries);
-                fetch_bytes(shared + STATISTICS + q.stage * STATISTICS_BYTES, statistics + uint64_t(place(queries)) * (2 * M),
+                fetch_bytes(shared + STATISTICS + q.stage * STATISTICS_BYTES, statistics + uint64_t(tile_index(queries)) * (2 * M),
                             STATISTICS_BYTES, q_full);
                 q.advance();
                 if (step == span.begin) {
@@ -93,20 +95,21 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
-        uint32_t count = 0, next = adder, parity = 0;
+        // `count` is the number of steps before this one, `own` that before the next step of this adder.
+        uint32_t count = 0, own = adder, parity = 0;
         while (walk.next(order, span)) {
             const Task keys = order.keys(span.item);
-            typename Order::Way way(order, span, keys);
-            for (uint32_t step = span.begin; step < span.end; step++, count++, way.advance(order)) {
-                if (count != next) continue;
-                next += ADDERS;
-                const uint32_t turn = order.turn(keys, way, span.time + step - span.begin);
+            typename Order::QueryCursor cursor(order, span, keys);
+            for (uint32_t step = span.begin; step < span.end; step++, count++, cursor.advance(order)) {
+                if (count != own) continue;
+                own += ADDERS;
+                const uint32_t turn = order.turn(keys, cursor, span.time + step - span.begin);
                 if (threadIdx.x % WARP == 0) {
-                    const uint32_t place = this->place(way.queries(order, keys));
-                    float *const to = sums + uint64_t(place) * (GROUPS * SUM_BYTES / 4);
-                    uint32_t now;
-                    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + place) : "memory");
-                    while (now < turn);
+                    const uint32_t index = tile_index(cursor.queries(order, keys));
+                    float *const to = sums + uint64_t(index) * (GROUPS * SUM_BYTES / 4);
+                    uint32_t additions;
+                    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(additions) : "l"(turns + index) : "memory");
+                    while (additions < turn);
                     barrier_wait(shared + DQ_FULL + adder * 8, parity);
                     publish_to_products();
                     if (turn == 0)
@@ -117,7 +120,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     stores_have_read();
                     barrier_arrive(shared + DQ_EMPTY);
                     stores_are_done();
-                    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + place) : "memory");
+                    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + index) : "memory");
                 }
                 parity ^= 1;
                 __syncwarp();
@@ -125,7 +128,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // Tells the thread that copies that the group no longer uses a tile. `barrier` is the offset of the tile's EMPTY barrier.
+    // Signals to the copying thread that the group no longer uses a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
@@ -161,7 +164,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         while (walk.next(order, span)) {
             float dk[D / 2] = {}, dv[D / 2] = {}, scores[M / 2];
             const Task keys_of_item = order.keys(span.item);
-            typename Order::Way way(order, span, keys_of_item);
+            typename Order::QueryCursor cursor(order, span, keys_of_item);
             const typename Order::VisibleKeys visible(order, keys_of_item.tile * KEYS_AT_ONCE + group * 64);
             barrier_wait(shared + K_FULL, item.parity);
             barrier_wait(shared + Q_FULL + q.stage * 8, q.parity);
@@ -170,43 +173,44 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
             products_are_ready(scores);
             barrier_wait(shared + V_FULL, item.parity);
             item.advance();
-            for (uint32_t step = span.begin; step < span.end; step++, way.advance(order)) {
+            for (uint32_t step = span.begin; step < span.end; step++, cursor.advance(order)) {
                 const uint32_t q_stage = q.stage, q_tile = shared + Q + q_stage * QUERY_BYTES;
                 const uint32_t do_tile = shared + DO + d_o.stage * QUERY_BYTES, ds_tile = shared + DS + ds.stage * SCORE_BYTES;
                 barrier_wait(shared + DO_FULL + d_o.stage * 8, d_o.parity);
 #pragma unroll
                 for (int half = 0; half < M / 64; half++) {
                     const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
-                    float d_shares[32], shares[32];
-                    multiply_keys(d_shares, values, do_rows);
-                    // The products v doᵀ, the gradients of the attention weights, run while this loop computes the weights (`shares`).
+                    // `p` is first P, then dS.
+                    float p[32], dp[32];
+                    multiply_keys(dp, values, do_rows);
+                    // The products v doᵀ, which are dP, run while this loop computes P.
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 log_sums = statistic(q_stage, 0, half * 8 + n);
 #pragma unroll
                         for (int i = 0; i < 4; i++)
-                            shares[4 * n + i] =
-                                exp2_fast(fmaf(scores[half * 32 + 4 * n + i], scale, i % 2 ? -log_sums.y : -log_sums.x));
+                            p[4 * n + i] =
+                                fast_exp2(fmaf(scores[half * 32 + 4 * n + i], scale, i % 2 ? -log_sums.y : -log_sums.x));
                     }
-                    const uint32_t query = way.tile * M + half * 64;
-                    if (visible.hides(query)) visible.hide(shares, query);
+                    const uint32_t query = cursor.tile * M + half * 64;
+                    if (visible.hides(query)) visible.hide(p, query);
                     uint32_t weights[4][4];
-                    narrow_sums<T>(weights, shares);
+                    narrow_sums<T>(weights, p);
                     begin_products();
                     add_weighted<T, M>(dv, weights, do_rows);
                     end_products();
                     wait_for_products<1>();
-                    products_are_ready(d_shares);
+                    products_are_ready(dp);
                     // At most the products for dv are unfinished, so the products that read the previous tile of queries are done.
                     if (half == 0 && step > span.begin) release(Q_EMPTY + (q_stage == 0 ? QUERY_STAGES - 1 : q_stage - 1) * 8);
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 delta = statistic(q_stage, 1, half * 8 + n);
 #pragma unroll
-                        for (int i = 0; i < 4; i++) shares[4 * n + i] *= d_shares[4 * n + i] - (i % 2 ? delta.y : delta.x);
+                        for (int i = 0; i < 4; i++) p[4 * n + i] *= dp[4 * n + i] - (i % 2 ? delta.y : delta.x);
                     }
                     uint32_t narrow[4][4];
-                    narrow_sums<T>(narrow, shares);
+                    narrow_sums<T>(narrow, p);
                     write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
                 }
                 barrier_arrive(shared + DS_FULL + ds.stage * 8);

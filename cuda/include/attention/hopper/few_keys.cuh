@@ -10,7 +10,7 @@
 #include "copies.cuh"
 #include "schedule.cuh"
 
-// The largest number of keys. A text has 77 tokens in CLIP.
+// The largest number of keys: the 77 tokens of a text in CLIP, rounded up to a multiple of the 16 rows that a product sums over.
 constexpr int FEW_KEYS = 80;
 
 // Boxes have 128 rows of q and d_o, and FEW_KEYS rows of k and v. The forward pass has no d_o.
@@ -74,7 +74,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
         }
     }
 
-    // Tells the thread that copies that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
+    // Signals to the copying thread that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
@@ -156,6 +156,7 @@ template <typename T> struct FewKeysForward : FewKeys<1, 6> {
                 float weights[FEW_KEYS / 2], result[D / 2] = {}, base[2], sum[2] = {};
                 barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
                 begin_products();
+                // The group's 64 rows of the tile of queries are as long as a tile of its results.
                 multiply_rows<T, D, ROWS, FEW_KEYS>(weights, shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, k);
                 end_products();
                 wait_for_products<0>();
@@ -173,7 +174,7 @@ template <typename T> struct FewKeysForward : FewKeys<1, 6> {
                 }
 #pragma unroll
                 for (int i = 0; i < FEW_KEYS / 2; i++) {
-                    weights[i] = exp2_fast(fmaf(weights[i], scale, -base[i / 2 % 2]));
+                    weights[i] = fast_exp2(fmaf(weights[i], scale, -base[i / 2 % 2]));
                     sum[i / 2 % 2] += weights[i];
                 }
                 uint32_t narrow[FEW_KEYS / 16][4];

@@ -52,7 +52,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 wait_for_products<1>();
                 products_are_ready(weights);
 #pragma unroll
-                for (int i = 0; i < SUM; i++) weights[i] = exp2_fast(fmaf(weights[i], scale, -base[i / 2 % 2]));
+                for (int i = 0; i < SUM; i++) weights[i] = fast_exp2(fmaf(weights[i], scale, -base[i / 2 % 2]));
                 set_beyond_keys(weights, 0.0f);
                 wait_for_products<0>();
                 products_are_ready(scores);

@@ -29,11 +29,12 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     if (query >= shape.queries) return;
     uint32_t count;
     const uint32_t first = schedule.first_block(item, count);
+    // A part has the sums of weights of all rows, then the bases of all rows, then the rows of results (HopperForward::finish).
     const auto part = [&](uint32_t i) { return parts + uint64_t(schedule.slot(item, first + i)) * (ROWS * (D + 2)); };
     float base = -INFINITY, sum = 0.0f, result[8] = {};
     for (uint32_t i = 0; i < count; i++) base = fmaxf(base, part(i)[ROWS + row]);
     for (uint32_t i = 0; i < count; i++) {
-        const float *from = part(i), factor = exp2_fast(from[ROWS + row] - base);
+        const float *from = part(i), factor = fast_exp2(from[ROWS + row] - base);
         float x[8];
         read_eight(x, from + 2 * ROWS + row * D + column);
         sum += factor * from[row];
@@ -99,15 +100,16 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape.heads);
         dq = dq_strides.matrix(dq, task.batch, task.head);
         const float scale = static_cast<float>(shape.scale);
-        sums += uint64_t(blockIdx.x) * 2 * 4096;
+        // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64, one for each half of
+        // the columns if D = 128. An array has eight columns of all 64 queries, then the next eight columns.
+        constexpr int ARRAY = 64 * 64;
+        sums += uint64_t(blockIdx.x) * 2 * ARRAY;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64, one for each
-            // half of the columns if D = 128. An array has eight columns of all 64 queries, then the next eight columns.
+        for (int i = 0; i < 2 * ARRAY / 8 / FINISH_THREADS; i++) {
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;
-            read_eight(x, sums + half * 4096 + (eight % 8 * 64 + row % 64) * 8);
+            read_eight(x, sums + half * ARRAY + (eight % 8 * 64 + row % 64) * 8);
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] *= scale;
             if (query < shape.queries && eight * 8 < shape.width) write_eight(dq + query * dq_strides.row + eight * 8, x);
@@ -122,12 +124,13 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     if (to == nullptr || !order.split(index / (2 * EACH), split)) return;
     const Strides &strides = is_value ? dv_strides : dk_strides;
     const Task task = order.keys(split.item);
-    const uint32_t place = index % EACH * FINISH_THREADS + threadIdx.x, row = place / (D / 8), column = place % (D / 8) * 8;
+    // Among the groups of eight values of dk or dv, the one that this thread computes.
+    const uint32_t eight = index % EACH * FINISH_THREADS + threadIdx.x, row = eight / (D / 8), column = eight % (D / 8) * 8;
     const uint32_t key = task.tile * KEYS_AT_ONCE + row;
     if (key >= shape.keys || column >= shape.width) return;
     float sum[8] = {};
     for (uint32_t i = 0; i < split.count; i++) {
-        read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + place * 8);
+        read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + eight * 8);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }

@@ -35,13 +35,13 @@ struct RowWeights {
                 float x = fmaxf(top[r], __shfl_xor_sync(ALL_LANES, top[r], 1));
                 x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
                 const float raised = fmaxf(base[r], x * scale);
-                correction[r] = exp2_fast(base[r] - raised);
+                correction[r] = fast_exp2(base[r] - raised);
                 base[r] = raised;
                 sum[r] *= correction[r];
             }
         }
 #pragma unroll
-        for (int i = 0; i < N; i++) scores[i] = exp2_fast(fmaf(scores[i], scale, -base[i / 2 % 2]));
+        for (int i = 0; i < N; i++) scores[i] = fast_exp2(fmaf(scores[i], scale, -base[i / 2 % 2]));
         float more[2] = {scores[0] + scores[1], scores[2] + scores[3]};
 #pragma unroll
         for (int i = 4; i < N; i++) more[i / 2 % 2] += scores[i];
@@ -55,7 +55,7 @@ struct RowWeights {
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
-    // Offsets in shared memory; the tiles of queries are at offset 0. O: results; ITEMS: what `tell` writes, for each tile of queries.
+    // Offsets in shared memory; the tiles of queries are at offset 0. O: results; ITEMS: for each tile of queries, what `write_span` wrote.
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
@@ -87,7 +87,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         const uint32_t full = shared + Q_FULL + tile.stage * 8;
         if constexpr (Source::IS_QUEUE) {
             barrier_wait(full, tile.parity);
-            return hear(span, shared + ITEMS + tile.stage * QUEUED_BYTES);
+            return read_span(span, shared + ITEMS + tile.stage * QUEUED_BYTES);
         } else {
             if (!walk.next(source, span)) return false;
             barrier_wait(full, tile.parity);
@@ -105,7 +105,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             const uint32_t q_full = shared + Q_FULL + tile.stage * 8, q = shared + tile.stage * Q_BYTES;
             barrier_wait(shared + Q_EMPTY + tile.stage * 8, tile.parity ^ 1);
             if constexpr (Source::IS_QUEUE) {
-                tell(shared + ITEMS + tile.stage * QUEUED_BYTES, span);
+                write_span(shared + ITEMS + tile.stage * QUEUED_BYTES, span);
                 if (!is_item) {
                     barrier_arrive(q_full);
                     return;
@@ -130,7 +130,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         }
     }
 
-    // Tells the thread that copies that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
+    // Signals to the copying thread that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }

@@ -36,10 +36,11 @@ template <int M> struct Order {
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
 
     // The tile of queries of the current step of a span.
-    struct Way {
+    struct QueryCursor {
         uint32_t tile;
 
-        __device__ __forceinline__ Way(const Order &order, const Span &span, const Task &keys) : tile(span.begin + order.first(keys.tile)) {
+        __device__ __forceinline__ QueryCursor(const Order &order, const Span &span, const Task &keys)
+            : tile(span.begin + order.first(keys.tile)) {
             if (tile >= order.schedule.steps) tile -= order.schedule.steps;
         }
         __device__ __forceinline__ void advance(const Order &order) {
@@ -51,12 +52,12 @@ template <int M> struct Order {
         }
     };
 
-    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `cursor`: how many other tiles of keys add to these
     // gradients before it. The block of `keys` does `time` steps before it reaches these queries. A tile of keys whose block does fewer
-    // steps before adds earlier. Of two tiles with equally many, the one with the lower index does. All lanes of the warp take part and
-    // get the result.
-    __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
-        const uint32_t queries = way.tile;
+    // steps before adds earlier; if two blocks do equally many, the tile with the lower index adds earlier. All lanes of the warp take
+    // part and get the result.
+    __device__ __forceinline__ uint32_t turn(const Task &keys, const QueryCursor &cursor, uint32_t time) const {
+        const uint32_t queries = cursor.tile;
         uint32_t before = 0;
         for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
             const uint32_t begin = first(tile), step = queries >= begin ? queries - begin : queries + schedule.steps - begin;

@@ -25,14 +25,16 @@ __device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel
     return uniform(panel >> 4 << 16 | (address & 0x3ffff) >> 4);
 }
 
-// The same for a product whose sum runs over the columns of the operand's tile. The hardware ignores the distance between panels then.
+// The same for a product whose sum runs over the columns of the operand's tile. The hardware ignores the distance between
+// panels then; 16 bytes, the unit of distances, stand for it.
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
 
 // The lower half of the descriptor of an operand that begins `bytes` bytes after that of `descriptor`.
 __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 // SUM_n(d, i): n accumulators of `d` from d[i] on, as operands of `asm`. REGISTERS_n: the first n operands, as a list in PTX.
-#define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUM_8(d, i)                                                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SUM_32(d, i) SUM_8(d, i), SUM_8(d, i + 8), SUM_8(d, i + 16), SUM_8(d, i + 24)
 #define SUM_40(d, i) SUM_32(d, i), SUM_8(d, i + 32)
 #define SUM_64(d, i) SUM_32(d, i), SUM_32(d, i + 32)

@@ -5,17 +5,17 @@
 
 #include "schedule.cuh"
 
-// Number of bytes that `tell` writes.
+// Number of bytes that `write_span` writes.
 constexpr int QUEUED_BYTES = 16;
 
 // The thread that copies writes an item to shared memory for the groups of warps that multiply. The groups read it after they have waited
 // for the barrier of the item's tile of queries.
-__device__ __forceinline__ void tell(uint32_t to, const Span &span) {
+__device__ __forceinline__ void write_span(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
 }
-// Reads what `tell` wrote. Returns false if the span has no steps, which means that no item is left.
-__device__ __forceinline__ bool hear(Span &span, uint32_t from) {
+// Reads what `write_span` wrote. Returns false if the span has no steps, which means that no item is left.
+__device__ __forceinline__ bool read_span(Span &span, uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
                  : "r"(from)
@@ -34,7 +34,7 @@ struct Queue {
     uint32_t *taken;
     uint32_t heads, rows_at_once, keys_at_once;
 
-    // Takes items for the block. Only the thread that copies does this; it passes them on with `tell`.
+    // Takes items for the block. Only the thread that copies does this; it passes them on with `write_span`.
     struct Walk {
         bool is_first = true;
 

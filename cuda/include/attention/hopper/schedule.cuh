@@ -50,14 +50,16 @@ struct Schedule {
     __device__ __forceinline__ Task of_keys(const Task &task) const { return task; }
 
     // The length of the sequence: the number of steps of all split items.
-    __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
+    __device__ __forceinline__ uint32_t sequence_steps() const { return (items - whole) * steps; }
     // The number of blocks that take at least one step of the sequence. They are the first blocks of the launch, so consecutive blocks
     // compute the parts of an item. If the sequence is empty, this is 1, because `start` divides by it.
-    __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
+    __device__ __forceinline__ uint32_t sharing_blocks() const { return max(1u, min(blocks, sequence_steps())); }
     // `start`: the index of a block's first step in the sequence, or the sequence's length for a block that takes no step. `owner`: the
     // block that takes step `step` of the sequence.
-    __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
-    __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
+    __device__ __forceinline__ uint32_t start(uint32_t block) const {
+        return min(block, sharing_blocks()) * sequence_steps() / sharing_blocks();
+    }
+    __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing_blocks() - 1) / sequence_steps(); }
 
     // How many steps the block that takes step `step` of an item has done before.
     __device__ __forceinline__ uint32_t time(uint32_t item, uint32_t step) const {

@@ -128,10 +128,10 @@ template <int M> struct Shares {
 
     // The tile and the head of queries of the current step of a span. The item's tiles of queries are `begin` to `end` (exclusive), in each
     // of the heads of queries that share its head of keys. `member` is the index of the head of queries among these.
-    struct Way {
+    struct QueryCursor {
         uint32_t tile, begin, end, member;
 
-        __device__ __forceinline__ Way(const Shares &shares, const Span &span, const Task &keys) : begin(shares.first(keys.tile)) {
+        __device__ __forceinline__ QueryCursor(const Shares &shares, const Span &span, const Task &keys) : begin(shares.first(keys.tile)) {
             const uint32_t count = shares.plan[keys.tile + 1] - shares.plan[keys.tile];
             member = span.begin / count;
             tile = begin + span.begin - member * count, end = begin + count;
@@ -147,19 +147,19 @@ template <int M> struct Shares {
         }
     };
 
-    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `cursor`: how many other tiles of keys add to these
     // gradients before it. The block of `keys` reaches these queries `time` places after the start of its share. A tile of keys whose block
-    // reaches them after fewer places adds earlier. Of two tiles with equally many, the one with the lower index does. All lanes of the
-    // warp take part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no block
-    // waits forever.
-    __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
-        const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
-        const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
+    // reaches them after fewer places adds earlier; after equally many places, the tile with the lower index adds earlier. All lanes of
+    // the warp take part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no
+    // block waits forever.
+    __device__ __forceinline__ uint32_t turn(const Task &keys, const QueryCursor &cursor, uint32_t time) const {
+        const uint32_t own = cursor.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
+        const uint32_t lowest = min(spans.first_key(cursor.tile * M) / KEYS_AT_ONCE, own);
         uint32_t before = 0;
         for (uint32_t tile = lowest + threadIdx.x % WARP; tile <= own; tile += WARP) {
-            const uint32_t count = plan[tile + 1] - plan[tile], step = way.tile - first(tile);
+            const uint32_t count = plan[tile + 1] - plan[tile], step = cursor.tile - first(tile);
             if (step >= count) continue;
-            const uint32_t other = (before_head + places(tile) + way.member * count + step) % share;
+            const uint32_t other = (before_head + places(tile) + cursor.member * count + step) % share;
             before += other < time || (other == time && tile < keys.tile);
         }
         return __reduce_add_sync(ALL_LANES, before);
