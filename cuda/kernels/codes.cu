@@ -18,7 +18,8 @@ template <typename T> struct Rounding {
     // Rounds the rows of block `block` of `blocks`. Before that, change(values, index of the first column) changes N values of x at a
     // time.
     template <typename F> __device__ __forceinline__ void run(uint32_t block, uint32_t blocks, F change) const {
-        for (uint64_t i = static_cast<uint64_t>(block) * blockDim.y + threadIdx.y; i < rows; i += static_cast<uint64_t>(blocks) * blockDim.y) {
+        const uint64_t first = static_cast<uint64_t>(block) * blockDim.y + threadIdx.y, stride = static_cast<uint64_t>(blocks) * blockDim.y;
+        for (uint64_t i = first; i < rows; i += stride) {
             Row<T, N> row(x + i * columns, columns);
             const auto changed = [&](uint64_t at, const Pack<T, N> &pack, float (&values)[N]) {
                 widen_pack(pack, values);
@@ -57,6 +58,7 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
 // Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows. `columns` and the
 // number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with 1.
 struct Transposition {
+    // An item is 16 neighbouring codes of one line of a tile, which a thread loads or stores at once. A word is four codes.
     static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
     const CodeParts &parts;
     uint32_t count, rows, columns;
@@ -66,7 +68,7 @@ struct Transposition {
     // Transposes a tile: tile index = (tile of rows, counted through the parts) * (tiles of columns) + (tile of columns). The block has
     // at least FEWEST_THREADS threads.
     __device__ __forceinline__ void run(uint32_t tile) const {
-        __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];
+        __shared__ uint32_t original[TILE][WORDS + 1], transposed[TILE][WORDS + 1];
         const uint32_t across_tiles = (columns + TILE - 1) / TILE, first_column = tile % across_tiles * TILE;
         const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
         uint32_t down_tile = tile / across_tiles, index = 0;
@@ -81,37 +83,38 @@ struct Transposition {
         const CodePart &part = parts.list[index];
         const uint32_t first_row = down_tile * TILE;
         const auto *codes = static_cast<const uint8_t *>(part.codes);
-        uint4 held[ITEMS / FEWEST_THREADS];
+        uint4 loaded[ITEMS / FEWEST_THREADS];
 #pragma unroll
         for (uint32_t k = 0; k < ITEMS / FEWEST_THREADS; k++) {
-            const uint32_t item = thread + k * threads, line = item / 4, sixteenth = item % 4 * 16;
-            held[k] = make_uint4(0, 0, 0, 0);
-            if (item < ITEMS && first_row + line < part.rows && first_column + sixteenth < columns)
-                held[k] = __ldg(reinterpret_cast<const uint4 *>(codes + static_cast<uint64_t>(first_row + line) * columns + first_column + sixteenth));
+            const uint32_t item = thread + k * threads, line = item / 4, first_code = item % 4 * 16;
+            loaded[k] = make_uint4(0, 0, 0, 0);
+            if (item < ITEMS && first_row + line < part.rows && first_column + first_code < columns)
+                loaded[k] = __ldg(reinterpret_cast<const uint4 *>(
+                    codes + static_cast<uint64_t>(first_row + line) * columns + first_column + first_code));
         }
 #pragma unroll
         for (uint32_t k = 0; k < ITEMS / FEWEST_THREADS; k++) {
             const uint32_t item = thread + k * threads;
             if (item >= ITEMS) break;
-            uint32_t *to = &read[item / 4][item % 4 * 4];
-            to[0] = held[k].x, to[1] = held[k].y, to[2] = held[k].z, to[3] = held[k].w;
+            uint32_t *to = &original[item / 4][item % 4 * 4];
+            to[0] = loaded[k].x, to[1] = loaded[k].y, to[2] = loaded[k].z, to[3] = loaded[k].w;
         }
         __syncthreads();
         for (uint32_t item = thread; item < ITEMS; item += threads) {
             const uint32_t across = item % WORDS, down = item / WORDS;
             uint32_t words[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) words[k] = read[4 * down + k][across];
+            for (int k = 0; k < 4; k++) words[k] = original[4 * down + k][across];
             transpose(words);
 #pragma unroll
-            for (int k = 0; k < 4; k++) turned[4 * across + k][down] = words[k];
+            for (int k = 0; k < 4; k++) transposed[4 * across + k][down] = words[k];
         }
         __syncthreads();
         for (uint32_t item = thread; item < ITEMS; item += threads) {
-            const uint32_t line = item / 4, sixteenth = item % 4 * 16;
-            if (first_column + line >= columns || first_row + sixteenth >= part.rows) continue;
-            const uint32_t *from = &turned[line][sixteenth / 4];
-            uint8_t *to = out + static_cast<uint64_t>(first_column + line) * rows + part.start + first_row + sixteenth;
+            const uint32_t line = item / 4, first_code = item % 4 * 16;
+            if (first_column + line >= columns || first_row + first_code >= part.rows) continue;
+            const uint32_t *from = &transposed[line][first_code / 4];
+            uint8_t *to = out + static_cast<uint64_t>(first_column + line) * rows + part.start + first_row + first_code;
             *reinterpret_cast<uint4 *>(to) = make_uint4(from[0], from[1], from[2], from[3]);
         }
     }
@@ -135,7 +138,9 @@ template <int N, typename T> __device__ __forceinline__ void load_any(const T *f
 // out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null. If `scale_count` is 1, all
 // columns have the same scale. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
 template <typename T>
-__device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride, uint32_t is_integer, T *out) {
+__device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias,
+                                           uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride,
+                                           uint32_t is_integer, T *out) {
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
     const uint32_t packs = columns / PACK;
     const uint64_t count = static_cast<uint64_t>(rows) * packs;
@@ -146,7 +151,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
         const uint32_t *from = sums + place.quotient * columns + column;
         T *to = out + place.quotient * stride + column;
         uint32_t words[PACK];
-        float factors[PACK], more[PACK] = {};
+        float factors[PACK], addends[PACK] = {};
         if (column_scales != nullptr && scale_count > 1) {
             load_any(column_scales + column, factors);
         } else {
@@ -154,7 +159,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 #pragma unroll
             for (int k = 0; k < PACK; k++) factors[k] = factor;
         }
-        if (bias != nullptr) load_any(bias + column, more);
+        if (bias != nullptr) load_any(bias + column, addends);
 #pragma unroll
         for (int k = 0; k < PACK; k += 4) {
             const uint4 four = *reinterpret_cast<const uint4 *>(from + k);
@@ -166,7 +171,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
                 const float value = number(words[start + k], is_integer != 0) * row_scale * factors[start + k];
-                values[k] = value + more[start + k];
+                values[k] = value + addends[start + k];
             }
             store_pack(to + start, narrow_pack<T>(values));
         }
@@ -198,10 +203,10 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
             Rounding<T>{x, rows, columns, is_int8 != 0, codes, scales}.run(blockIdx.x - tiles, gridDim.x - tiles, change);             \
         }                                                                                                                              \
     }                                                                                                                                  \
-    extern "C" __global__ void scale_sums_##SUFFIX(const uint32_t *sums, const float *row_scales, const float *column_scales,         \
-                                                   const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count,              \
-                                                   uint32_t stride, uint32_t is_integer, T *out) {                                    \
-        follow();                                                                                                                     \
+    extern "C" __global__ void scale_sums_##SUFFIX(const uint32_t *sums, const float *row_scales, const float *column_scales,          \
+                                                   const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count,               \
+                                                   uint32_t stride, uint32_t is_integer, T *out) {                                     \
+        follow();                                                                                                                      \
         scale_sums<T>(sums, row_scales, column_scales, bias, rows, columns, scale_count, stride, is_integer, out);                     \
     }
 FOR_EACH_FLOAT(DEFINE_CODES)

@@ -28,6 +28,7 @@ __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, ui
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
 
+// Rounds two values to T and packs them into a word: `x` in the low half, `y` in the high half.
 template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float x, float y) {
     const float values[2] = {x, y};
     const Pack<T, 2> pack = narrow_pack<T>(values);
@@ -69,6 +70,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         uint32_t row, part, column;
     };
 
+    // Sets `tile` to this block's half of tile number `index`. Tiles are numbered down the rows first, then across the columns of the first
+    // part, then across those of the next part. Returns false if there is no such tile.
     __device__ __forceinline__ bool find(uint32_t index, Tile &tile) const {
         const uint32_t pairs = (rows + 2 * ROWS - 1) / (2 * ROWS);
         uint32_t column = index / pairs;
@@ -96,18 +99,18 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
 
     // part = the sums of a stage's products, or part += them. The warpgroup still has to wait for the products.
     __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&part)[SUMS], bool add) const {
-        const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIBED);
+        const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIPTOR_UNIT);
         const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
         barrier_wait(ring.barrier(), ring.round & 1);
         multiply_fence();
 #pragma unroll
         for (uint32_t slice = 0; slice < STEP; slice += 32)
-            multiply_codes(part, left + slice / DESCRIBED, right + slice / DESCRIBED, add || slice > 0);
+            multiply_codes(part, left + slice / DESCRIPTOR_UNIT, right + slice / DESCRIPTOR_UNIT, add || slice > 0);
         multiply_commit();
     }
 
     // Keeps the compiler from reading sums before the products are done.
-    static __device__ __forceinline__ void settle(Sum (&sums)[SUMS]) {
+    static __device__ __forceinline__ void products_are_ready(Sum (&sums)[SUMS]) {
 #pragma unroll
         for (int i = 0; i < SUMS; i++)
             if constexpr (std::is_same_v<Sum, float>) asm volatile("" : "+f"(sums[i])::"memory");
@@ -127,15 +130,15 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             }
             multiply_wait<0>();
             ring.leave_last();
-            settle(sums);
+            products_are_ready(sums);
         }
     }
 
-    // As sum_up. While the products of a stage are computed, the sums of the stage before are added.
+    // Does what `sum_up` does, for e4m3 codes. While the products of a stage are computed, the sums of the stage before are added.
     __device__ __forceinline__ void add_stages(Ring &ring, Sum (&sums)[SUMS]) const {
         Sum even[SUMS], odd[SUMS];
         const auto add = [&](Sum (&part)[SUMS]) {
-            settle(part);
+            products_are_ready(part);
 #pragma unroll
             for (int i = 0; i < SUMS; i++) sums[i] += part[i];
         };
@@ -145,7 +148,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             add(part);
         };
         // Starts the products of a stage, and adds those of the stage before.
-        const auto follow = [&](Sum (&next)[SUMS], Sum (&part)[SUMS]) {
+        const auto multiply_and_add = [&](Sum (&next)[SUMS], Sum (&part)[SUMS]) {
             multiply_stage(ring, next, false);
             multiply_wait<1>();
             ring.leave_last();
@@ -158,9 +161,9 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         ring.advance();
         for (uint32_t k = STEP;; k += 2 * STEP) {
             if (k >= inner) return add_last(even);
-            follow(odd, even);
+            multiply_and_add(odd, even);
             if (k + STEP >= inner) return add_last(odd);
-            follow(even, odd);
+            multiply_and_add(even, odd);
         }
     }
 
@@ -183,6 +186,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         return widen(value);
     }
 
+    // Converts a sum of products to f32.
     static __device__ __forceinline__ float number(uint32_t sum) { return static_cast<float>(static_cast<int32_t>(sum)); }
     static __device__ __forceinline__ float number(float sum) { return sum; }
 
@@ -199,7 +203,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         for (int r = 0; r < 2; r++)
             if (row + 8 * r < rows) factors.rows[r] = load_early(row_scales + row + 8 * r);
         if (threadIdx.x >= COLUMNS || column >= part.rows) return factors;
-        if (part.scales != nullptr) factors.column = load_early(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : column));
+        const float *scales = static_cast<const float *>(part.scales);
+        if (scales != nullptr) factors.column = load_early(scales + (part.scale_count == 1 ? 0 : column));
         if (bias != nullptr) factors.bias = load_early(bias + part.start + column);
         return factors;
     }
@@ -218,7 +223,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         }
     }
 
-    __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns, const Sum (&sums)[SUMS]) const {
+    __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns,
+                                          const Sum (&sums)[SUMS]) const {
         const CodePart &part = parts.list[tile.part];
         const uint32_t row = row_of(tile), t = threadIdx.x % 4;
 #pragma unroll
@@ -229,17 +235,18 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             for (int b = 0; b < 4; b++) {
                 const int n = 4 * i + b;
                 if (n >= COLUMNS / 8) break;
+                // The factors (x, z) and the addends (y, w) of this thread's two columns.
                 const float4 two = *reinterpret_cast<const float4 *>(columns + n * 8 + t * 2);
 #pragma unroll
                 for (int r = 0; r < 2; r++)
                     words[r][b] = narrow_pair<T>(number(sums[4 * n + 2 * r]) * row_factors[r] * two.x + two.y,
                                                  number(sums[4 * n + 2 * r + 1]) * row_factors[r] * two.z + two.w);
             }
-            const uint32_t within = (4 * i + t) * 8, column = tile.column + within;
+            const uint32_t tile_column = (4 * i + t) * 8, column = tile.column + tile_column;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 uint4 eight = exchange(words[r][0], words[r][1], words[r][2], words[r][3]);
-                if (row + 8 * r >= rows || within >= COLUMNS || column >= part.rows) continue;
+                if (row + 8 * r >= rows || tile_column >= COLUMNS || column >= part.rows) continue;
                 const uint64_t at = static_cast<uint64_t>(row + 8 * r) * stride + part.start + column;
                 if (residual != nullptr) eight = add_eight<T>(eight, *reinterpret_cast<const uint4 *>(residual + at));
                 *reinterpret_cast<uint4 *>(out + at) = eight;

@@ -3,11 +3,12 @@
 
 #include <cstdint>
 
-// The lower half of the descriptor of an operand with rows of 128 bytes, for a product whose sum runs along the rows. One more stands for
-// DESCRIBED more bytes of the address.
-constexpr uint32_t DESCRIBED = 16;
-__device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return address / DESCRIBED | 1 << 16; }
-// The upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart (1 << 30 | 1024 / DESCRIBED).
+// The lower half of the descriptor of an operand with rows of 128 bytes, for a product whose sum runs along the rows. Descriptors hold
+// addresses and distances in units of DESCRIPTOR_UNIT bytes, so descriptor + n describes an operand n * DESCRIPTOR_UNIT bytes later. The
+// hardware ignores the distance in the upper 16 bits for such products; it is one unit here.
+constexpr uint32_t DESCRIPTOR_UNIT = 16;
+__device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return address / DESCRIPTOR_UNIT | 1 << 16; }
+// The upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart (1 << 30 | 1024 / DESCRIPTOR_UNIT).
 #define ROWS_DESCRIPTOR "1073741888"
 
 #define SUMS_8(kind, d, i)                                                                                                             \
@@ -34,14 +35,14 @@ __device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return a
     "%121, %122, %123, %124, %125, %126, %127"
 
 // multiply_codes computes sums (64 rows, columns) = x wᵀ, or sums += x wᵀ if `add`, with codes x (64, 32) and w (columns, 32), whose
-// descriptors are `left` and `right`. Sums of int8 codes are integers, and sums of e4m3 codes are floats. Arguments of the macro: `signs` are
-// the signs of the factors, which only instructions with floats take; `count` is columns / 2; `a`, `b` and `adds` are the numbers of the
-// assembly operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
+// descriptors are `left` and `right`. Sums of int8 codes are integers, and sums of e4m3 codes are floats. Arguments of the macro: `signs`
+// are the signs of the factors, which only instructions with floats take; `count` is columns / 2; `a`, `b` and `adds` are the numbers of
+// the assembly operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
 #define INTEGER(sum) "+r"(sum)
 #define FLOAT(sum) "+f"(sum)
 #define PRODUCT_OF_CODES(type, kind, instruction, columns, signs, count, a, b, adds)                                                   \
     __device__ __forceinline__ void multiply_codes(type(&sums)[count], uint32_t left, uint32_t right, bool add) {                      \
-        asm volatile("{\n.reg .pred adds;\n.reg .b64 left, right;\nsetp.ne.b32 adds, %" adds ", 0;\n"                                   \
+        asm volatile("{\n.reg .pred adds;\n.reg .b64 left, right;\nsetp.ne.b32 adds, %" adds ", 0;\n"                                  \
                      "mov.b64 left, {%" a ", " ROWS_DESCRIPTOR "};\nmov.b64 right, {%" b ", " ROWS_DESCRIPTOR "};\n"                   \
                      "wgmma.mma_async.sync.aligned.m64n" columns "k32." instruction " {" REGISTERS_##count "}, left, right, adds"      \
                      signs ";\n}"                                                                                                      \

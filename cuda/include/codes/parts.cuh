@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
+// The largest number of parts.
 constexpr int MOST_PARTS = 8;
 
-// The part with rows `start` to `start` + `rows` - 1 of the whole matrix. It has a scale for each row, or one for all rows.
+// The part with rows `start` to `start` + `rows` - 1 of the whole matrix. It has a scale for each row, or one for all rows
+// (`scale_count` is 1). `unused` stands where the structure would have padding.
 struct CodePart {
     const void *codes, *scales;
     uint32_t start, rows, scale_count, unused;
@@ -15,6 +17,7 @@ struct CodeParts {
     CodePart list[MOST_PARTS];
 };
 
+// The scale of row `row` of a part.
 __device__ __forceinline__ float scale_of(const CodePart &part, uint32_t row) {
     return __ldg(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : row));
 }

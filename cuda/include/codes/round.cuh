@@ -9,7 +9,8 @@
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
 // Multiplies `N` values that begin at `column` by the scales of their columns. All these columns belong to one part.
-template <int N> __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
+template <int N>
+__device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
     uint32_t index = 0;
     while (index + 1 < count && column >= parts.list[index + 1].start) index++;
     const CodePart &part = parts.list[index];
@@ -51,7 +52,8 @@ template <typename T, int N> __device__ __forceinline__ void widen_pack(const Pa
 // Rounds values divided by a scale to codes. The division is correctly rounded for quotients of at most about 448; quotients so small
 // that their code is zero may be inexact. The code of zero may have either sign.
 //
-// If the scale IS_EXTREME, values and scale are multiplied by a power of two, so that no step of a division underflows or overflows.
+// If the scale IS_EXTREME (below 2^-60 or above 2^60, see `with_rounder`), values and scale are multiplied by a power of two, so that no
+// step of a division underflows or overflows.
 template <bool IS_INT8, bool IS_EXTREME> struct Rounder {
     float factor, scale, inverse;
 

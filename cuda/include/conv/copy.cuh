@@ -125,13 +125,13 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
         const int channel = place.block * block_channels + place.channel;
         const int shift = place.a * gather.y.move * gather.x.source + place.b * gather.x.move;
         const uint32_t needed = (1u << place.a) | (1u << (MAX_KERNEL + place.b));
-        const bool some = channel < gather.channels;
+        const bool has_channel = channel < gather.channels;
         const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
-            const bool ok = some && (inside[i] & needed) == needed;
-            const T *from = ok ? source + int64_t(pixel[i] + shift) * gather.channels + channel : source;
-            copy_to_tile<VEC, Reuse::YES>(tile + tile_offset(row + i * PASS, column), from, ok);
+            const bool exists = has_channel && (inside[i] & needed) == needed;
+            const T *from = exists ? source + int64_t(pixel[i] + shift) * gather.channels + channel : source;
+            copy_to_tile<VEC, Reuse::YES>(tile + tile_offset(row + i * PASS, column), from, exists);
         }
     }
 };
@@ -151,12 +151,12 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
         const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
         const T *start =
             weight + (first + row) * length + (place.a * gather.x.taps + place.b) * gather.channels + channel;
-        const bool some = channel < gather.channels;
+        const bool has_channel = channel < gather.channels;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
-            const bool ok = some && first + row + i * PASS < gather.results;
+            const bool exists = has_channel && first + row + i * PASS < gather.results;
             copy_to_tile<VEC, Reuse::NO>(tile + tile_offset(row + i * PASS, column),
-                                         ok ? start + i * PASS * length : weight, ok);
+                                         exists ? start + i * PASS * length : weight, exists);
         }
     }
 };
@@ -186,9 +186,9 @@ template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
             for (int j = 0; j < TILES; ++j) {
                 if (COUNT - j * STEP < STEP && column >= COUNT - j * STEP) continue;
                 const int channel = first + j * STEP + column;
-                const bool ok = out < gather.channels && channel < gather.results;
+                const bool exists = out < gather.channels && channel < gather.results;
                 copy_to_tile<VEC, Reuse::NO>(tile + j * SQUARE_BYTES + tile_offset(row + i * PASS, column),
-                                             ok ? line + channel : weight, ok);
+                                             exists ? line + channel : weight, exists);
             }
         }
     }

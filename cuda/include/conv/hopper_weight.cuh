@@ -11,7 +11,7 @@
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
-    using Stages = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;
+    using Ring = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;
 
     // The block's first output channel, its first column, its steps (`end` is exclusive), and the number of columns of the whole
     // product.
@@ -28,7 +28,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     }
 
     // Starts the copies of all steps; one thread calls this.
-    __device__ __forceinline__ void copy(const Conv2dShape &s, const Conv2dMaps &maps, Stages pipeline) const {
+    __device__ __forceinline__ void copy(const Conv2dShape &s, const Conv2dMaps &maps, Ring pipeline) const {
         const Gather gather = Gather::of<Direction::FORWARD>(s, 0);
         // The first tile of windows that this block fetches.
         const int own = PAIRED ? int(cluster_rank()) * RIGHT_TILES / 2 : 0;
@@ -55,9 +55,9 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     // Writes the sums to the block's slice of `partials` or, if `partials` is null, to `grad_weight`.
     __device__ __forceinline__ void run(T *grad_weight, float *partials, const Conv2dShape &s,
                                         const Conv2dMaps &maps) const {
-        constexpr int WORKERS = Stages::WORKERS, HALF = COUNT / 2;
+        constexpr int WORKERS = Ring::WORKERS, HALF = COUNT / 2;
         extern __shared__ __align__(1024) unsigned char shared[];
-        Stages pipeline{shared_address(shared)};
+        Ring pipeline{shared_address(shared)};
         pipeline.init();
         if (int(threadIdx.x) >= WORKERS) {
             registers_fewer<40>();

@@ -8,7 +8,8 @@
 
 constexpr int PLAIN_TILE = 64, PLAIN_DEPTH = 16, PLAIN_THREADS = 256;
 
-// The operands of a tile in shared memory: left[summed value][row], right[summed value][column].
+// The operands of a tile in shared memory: left[summed value][row], right[summed value][column]. The unused last column of each puts the
+// values that a block writes at the same time into different banks.
 template <typename T> struct PlainTiles {
     Acc<T> left[PLAIN_DEPTH][PLAIN_TILE + 1], right[PLAIN_DEPTH][PLAIN_TILE + 1];
 };
@@ -121,7 +122,7 @@ conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const 
 // Returns the value of the input that tap (a, b) multiplies for pixel `pixel` of the output; zero outside the image. `channel` is
 // counted over all groups.
 template <typename T>
-__device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
+__device__ __forceinline__ Acc<T> input_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
     const int y =
         (line - image * int(s.out_height)) * int(s.stride_height) - int(s.padding_height) + a * int(s.dilation_height);
@@ -162,7 +163,7 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
                                        ? widen(grad[int64_t(pixel) * s.out_channels + group * outs + row])
                                        : Acc<T>(0);
                 tiles.right[k][i] =
-                    pixel < part.y && column < values ? met_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
+                    pixel < part.y && column < values ? input_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
             }
             __syncthreads();
             multiply_plain(acc, tiles);
@@ -192,7 +193,7 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(
         if (out < int(s.out_channels)) {
             const int channel = out / outs * in + value - tap * in;
             for (int pixel = part.x + warp; pixel < part.y; pixel += PLAIN_THREADS / WARP) {
-                sum += widen(grad[int64_t(pixel) * s.out_channels + out]) * met_value(x, s, pixel, a, b, channel);
+                sum += widen(grad[int64_t(pixel) * s.out_channels + out]) * input_value(x, s, pixel, a, b, channel);
             }
         }
         __syncthreads();

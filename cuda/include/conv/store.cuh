@@ -66,7 +66,8 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
 // Writes the staged tile, plus the addend, to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) returns
 // the result's row for a row of the tile, or a negative number if there is none. `first` and `results` are as in `stage_strip`.
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
-__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of, const ConvAddend<T> &addend = {}) {
+__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of,
+                                             const ConvAddend<T> &addend = {}) {
     constexpr int PARTS = COUNT / 8;
     const bool wide = results % 8 == 0 && is_wide(result);
     for (int index = threadIdx.x; index < ROWS * PARTS; index += THREADS) {

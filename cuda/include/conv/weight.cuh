@@ -64,9 +64,9 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
 #pragma unroll
             for (int j = 0; j < LEFT_TILES; ++j) {
                 const int out = first_out + j * STEP + left_column;
-                const bool ok = pixel + row < pixels && out < int(s.out_channels);
-                const T *from = ok ? grad + int64_t(pixel + row) * s.out_channels + out : grad;
-                copy_to_tile<LEFT_VEC, Reuse::YES>(stage + j * SQUARE_BYTES + tile_offset(row, left_column), from, ok);
+                const bool exists = pixel + row < pixels && out < int(s.out_channels);
+                const T *from = exists ? grad + int64_t(pixel + row) * s.out_channels + out : grad;
+                copy_to_tile<LEFT_VEC, Reuse::YES>(stage + j * SQUARE_BYTES + tile_offset(row, left_column), from, exists);
             }
         }
         const int right_row = int(threadIdx.x) / RIGHT_COLUMNS,
@@ -78,12 +78,12 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
 #pragma unroll
             for (int j = 0; j < RIGHT_TILES; ++j) {
                 const int y = p.y * int(s.stride_height) + dy[j], x_ = p.x * int(s.stride_width) + dx[j];
-                const bool ok =
+                const bool exists =
                     pixel + row < pixels && channel[j] >= 0 && unsigned(y) < s.height && unsigned(x_) < s.width;
                 const T *from =
-                    ok ? x + ((int64_t(p.image) * s.height + y) * s.width + x_) * s.channels + channel[j] : x;
+                    exists ? x + ((int64_t(p.image) * s.height + y) * s.width + x_) * s.channels + channel[j] : x;
                 copy_to_tile<RIGHT_VEC, Reuse::YES>(
-                    stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, ok);
+                    stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, exists);
             }
             // Each coordinate was below its size and grew by at most the size, so one carry is enough.
             p.x += move.x;
