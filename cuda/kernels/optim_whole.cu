@@ -10,8 +10,8 @@
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
-    const Elements<G, C> elements(variable, step.with.gain, flags & 1u);                                               \
-    if (step.with.skip) {                                                                                              \
+    const Elements<G, C> elements(variable, step.coefficients.gain, flags & 1u);                                       \
+    if (step.coefficients.skip) {                                                                                      \
         if (flags & 1u) for_each(variable.count, [&](uint64_t i) { static_cast<G *>(variable.grads)[i] = narrow<G>(0.0f); }); \
         return;                                                                                                        \
     }
@@ -60,15 +60,15 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
     const bool is_first = flags & 2u, is_last = flags & 4u;
     const double all_progress = progress + (is_first ? 0.0 : shared[PROGRESS]);
     const double all_distance = distance + (is_first ? 0.0 : shared[DISTANCE]);
-    const double any_rate = is_first || rate != 0.0 ? rate : shared[IS_TAKEN];
+    const double any_rate = is_first || rate != 0.0 ? rate : shared[RATE];
     shared[PROGRESS] = all_progress;
     shared[DISTANCE] = all_distance;
     // The step's rate; prodigy_step takes no step if it is 0.
-    shared[IS_TAKEN] = any_rate;
+    shared[RATE] = any_rate;
     if (!is_last) return;
     // There is nothing to estimate d from: d stays, and prodigy_step leaves the parameters as they are.
     if (all_distance == 0.0) {
-        shared[IS_TAKEN] = 0.0;
+        shared[RATE] = 0.0;
         return;
     }
     const Settings &at = settings[variables[0].group];

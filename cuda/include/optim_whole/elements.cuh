@@ -28,43 +28,43 @@ struct Whole {
 
 // What the update of a variable reads besides the variable: the settings and the coefficients of its group.
 struct WholeStep {
-    const Settings &at;
-    const Coefficients &with;
+    const Settings &settings;
+    const Coefficients &coefficients;
     double *shared; // numbers that all variables of the optimizer share (see `ProdigyShared`), or null
 };
 
 // Access to the elements of a variable: parameters, and gradients multiplied by `gain` (see `Coefficients`).
 template <typename G, typename C> struct Elements {
-    const Whole &of;
+    const Whole &variable;
     const G *grads;
     float gain;
     bool zero_grads;
 
-    __device__ __forceinline__ Elements(const Whole &of, float gain, bool zero_grads)
-        : of(of), grads(static_cast<const G *>(of.grads)), gain(gain), zero_grads(zero_grads) {}
+    __device__ __forceinline__ Elements(const Whole &variable, float gain, bool zero_grads)
+        : variable(variable), grads(static_cast<const G *>(variable.grads)), gain(gain), zero_grads(zero_grads) {}
 
     __device__ __forceinline__ float grad(uint64_t i) const { return __fmul_rn(widen(grads[i]), gain); }
 
-    __device__ __forceinline__ float param(uint64_t i) const { return of.params[i]; }
+    __device__ __forceinline__ float param(uint64_t i) const { return variable.params[i]; }
 
     // Sets a parameter and its copy.
     __device__ __forceinline__ void set(uint64_t i, float value) const {
-        of.params[i] = value;
-        if (of.copy != nullptr) static_cast<C *>(of.copy)[i] = narrow<C>(value);
+        variable.params[i] = value;
+        if (variable.copy != nullptr) static_cast<C *>(variable.copy)[i] = narrow<C>(value);
     }
 
     // Clears a gradient if the step is to clear gradients. Call this after the last use of the gradient.
     __device__ __forceinline__ void clear(uint64_t i) const {
-        if (zero_grads) static_cast<G *>(of.grads)[i] = narrow<G>(0.0f);
+        if (zero_grads) static_cast<G *>(variable.grads)[i] = narrow<G>(0.0f);
     }
 
     // The variable's values in `buffer`, the buffer of state `number` (from 0).
     __device__ __forceinline__ float *state(float *buffer, int number) const {
-        return buffer + static_cast<uint64_t>(of.states[number]) * STATE_BLOCK;
+        return buffer + static_cast<uint64_t>(variable.states[number]) * STATE_BLOCK;
     }
 };
 
-// The sum of f(i) over all i < count, returned to every thread of the block.
+// Returns the sum of f(i) over all i < count to every thread of the block.
 template <typename F> __device__ __forceinline__ double sum_over(uint64_t count, F f) {
     __shared__ double warps[WARP];
     double sum = 0.0;

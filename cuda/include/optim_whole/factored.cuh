@@ -10,8 +10,8 @@ struct Matrices {
     uint32_t height, width;
     uint64_t number, rows, columns; // how many matrices there are; how many rows and columns they have together
 
-    __device__ __forceinline__ explicit Matrices(const Whole &of) : height(of.rows), width(of.columns) {
-        number = of.count / (static_cast<uint64_t>(height) * width);
+    __device__ __forceinline__ explicit Matrices(const Whole &variable) : height(variable.rows), width(variable.columns) {
+        number = variable.count / (static_cast<uint64_t>(height) * width);
         rows = number * height;
         columns = number * width;
     }
@@ -78,28 +78,28 @@ static __device__ __forceinline__ float lerp(float a, float b, float weight) {
 //   A vector has one state, the second moments of its elements. A variable of two or more dimensions is a sequence of matrices, and has a
 //   state for their rows and one for their columns. scratch: f32 [number of matrices].
 template <typename G, typename C>
-static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
-    const Settings &at = by.at;
-    const uint64_t count = of.of.count;
-    const double step = static_cast<double>(at.step), eps = at.more[1];
-    const float weight = static_cast<float>(pow(step, at.more[0]));
-    const float least = static_cast<float>(eps * eps);
-    const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(of.param(i)) * of.param(i); });
-    const double size = fmax(sqrt(squares / count), at.more[2]);
+static __device__ __forceinline__ void adafactor(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &settings = by.settings;
+    const uint64_t count = elements.variable.count;
+    const double step = static_cast<double>(settings.step), eps = settings.more[1];
+    const float weight = static_cast<float>(pow(step, settings.more[0]));
+    const float least_moment = static_cast<float>(eps * eps);
+    const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(elements.param(i)) * elements.param(i); });
+    const double param_rms = fmax(sqrt(squares / count), settings.more[2]);
     const bool is_matrix = states[1] != nullptr;
-    float *const rows = of.state(states[0], 0);
-    float *const columns = is_matrix ? of.state(states[1], 1) : nullptr;
-    const Matrices in(of.of);
-    float *const means = of.of.scratch;
+    float *const rows = elements.state(states[0], 0);
+    float *const columns = is_matrix ? elements.state(states[1], 1) : nullptr;
+    const Matrices in(elements.variable);
+    float *const means = elements.variable.scratch;
     if (is_matrix) {
-        const auto square = [&](uint64_t i) { return static_cast<double>(of.grad(i)) * of.grad(i); };
+        const auto square = [&](uint64_t i) { return static_cast<double>(elements.grad(i)) * elements.grad(i); };
         const auto row_of = [&](uint64_t row, double mean) { rows[row] = lerp(rows[row], static_cast<float>(mean), weight); };
         const auto column_of = [&](uint64_t column, double mean) {
             columns[column] = lerp(columns[column], static_cast<float>(mean), weight);
         };
         moments(in, square, row_of, column_of, rows, means);
     } else {
-        for_each(count, [&](uint64_t i) { rows[i] = lerp(rows[i], of.grad(i) * of.grad(i), weight); });
+        for_each(count, [&](uint64_t i) { rows[i] = lerp(rows[i], elements.grad(i) * elements.grad(i), weight); });
     }
     const auto direction = [&](uint64_t i) {
         float moment = 0.0f;
@@ -109,38 +109,39 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const
         } else {
             moment = rows[i];
         }
-        return of.grad(i) / sqrtf(fmaxf(moment, least));
+        return elements.grad(i) / sqrtf(fmaxf(moment, least_moment));
     };
     const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(direction(i)) * direction(i); });
-    const double clip = fmax(sqrt(sum / count) / at.more[3], 1.0);
-    const float decay = static_cast<float>(1.0 - at.lr * at.weight_decay);
-    const float step_size = static_cast<float>(size * fmin(at.lr, 1.0 / sqrt(step)) / clip);
+    const double clip = fmax(sqrt(sum / count) / settings.more[3], 1.0);
+    const float decay = static_cast<float>(1.0 - settings.lr * settings.weight_decay);
+    const float step_size = static_cast<float>(param_rms * fmin(settings.lr, 1.0 / sqrt(step)) / clip);
     for_each(count, [&](uint64_t i) {
-        of.set(i, of.param(i) * decay - step_size * direction(i));
-        of.clear(i);
+        elements.set(i, elements.param(i) * decay - step_size * direction(i));
+        elements.clear(i);
     });
 }
 
 // The step of came_pytorch.CAME. `Settings::more` has the second eps, clip_threshold and the third beta; `Settings::eps` is the first eps.
 //   A vector has two states, the moments `exp_avg` and `exp_avg_sq`. A sequence of matrices has five: exp_avg; the second moments of rows
-//   and of columns; and for rows and columns the mean squares of the difference between an update and its average, which reduce the step.
+//   and of columns; and the instabilities of rows and of columns: mean squares of the difference between an update and its average, which
+//   reduce the step.
 //   scratch: f32 [2][number of matrices].
 template <typename G, typename C>
-static __device__ __forceinline__ void came(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
-    const Settings &at = by.at;
-    const uint64_t count = of.of.count;
+static __device__ __forceinline__ void came(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &settings = by.settings;
+    const uint64_t count = elements.variable.count;
     const bool is_matrix = states[2] != nullptr;
-    const Matrices in(of.of);
-    float *const mean = of.state(states[0], 0);
-    float *const rows = of.state(states[1], 1);
-    float *const columns = is_matrix ? of.state(states[2], 2) : nullptr;
-    float *const means = of.of.scratch;
+    const Matrices in(elements.variable);
+    float *const mean = elements.state(states[0], 0);
+    float *const rows = elements.state(states[1], 1);
+    float *const columns = is_matrix ? elements.state(states[2], 2) : nullptr;
+    float *const means = elements.variable.scratch;
     // The weights of an average's old value and of the new value.
-    const auto keep = [](double beta) { return make_float2(static_cast<float>(beta), static_cast<float>(1.0 - beta)); };
-    const float2 first = keep(at.beta1), second = keep(at.beta2), third = keep(at.more[2]);
-    const float eps1 = static_cast<float>(at.eps), eps2 = static_cast<float>(at.more[0]);
+    const auto weights_of = [](double beta) { return make_float2(static_cast<float>(beta), static_cast<float>(1.0 - beta)); };
+    const float2 first = weights_of(settings.beta1), second = weights_of(settings.beta2), third = weights_of(settings.more[2]);
+    const float eps1 = static_cast<float>(settings.eps), eps2 = static_cast<float>(settings.more[0]);
     const auto decay = [](float &average, double value, float2 by) { average = average * by.x + by.y * static_cast<float>(value); };
-    const auto square = [&](uint64_t i) { return of.grad(i) * of.grad(i) + eps1; };
+    const auto square = [&](uint64_t i) { return elements.grad(i) * elements.grad(i) + eps1; };
     if (is_matrix) {
         const auto row_of = [&](uint64_t row, double x) { decay(rows[row], x, second); };
         const auto column_of = [&](uint64_t column, double x) { decay(columns[column], x, second); };
@@ -149,37 +150,38 @@ static __device__ __forceinline__ void came(const Elements<G, C> &of, const Whol
         for_each(count, [&](uint64_t i) { decay(rows[i], square(i), second); });
     }
     // The update before clipping.
-    const auto raw = [&](uint64_t i) {
-        if (!is_matrix) return of.grad(i) / sqrtf(rows[i]);
+    const auto unclipped = [&](uint64_t i) {
+        if (!is_matrix) return elements.grad(i) / sqrtf(rows[i]);
         const uint64_t row = in.row(i);
-        return of.grad(i) * (1.0f / sqrtf(rows[row] / means[in.matrix(row)])) * (1.0f / sqrtf(columns[in.column(i)]));
+        return elements.grad(i) * (1.0f / sqrtf(rows[row] / means[in.matrix(row)])) * (1.0f / sqrtf(columns[in.column(i)]));
     };
-    const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(raw(i)) * raw(i); });
-    const float clip = static_cast<float>(1.0 / fmax(sqrt(sum / count) / at.more[1], 1.0));
-    for_each(count, [&](uint64_t i) { decay(mean[i], raw(i) * clip, first); });
-    const float kept = static_cast<float>(1.0 - at.lr * at.weight_decay), lr = static_cast<float>(at.lr);
+    const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(unclipped(i)) * unclipped(i); });
+    const float clip = static_cast<float>(1.0 / fmax(sqrt(sum / count) / settings.more[1], 1.0));
+    for_each(count, [&](uint64_t i) { decay(mean[i], unclipped(i) * clip, first); });
+    const float decay_factor = static_cast<float>(1.0 - settings.lr * settings.weight_decay), lr = static_cast<float>(settings.lr);
     if (!is_matrix) {
         for_each(count, [&](uint64_t i) {
-            of.set(i, of.param(i) * kept - lr * mean[i]);
-            of.clear(i);
+            elements.set(i, elements.param(i) * decay_factor - lr * mean[i]);
+            elements.clear(i);
         });
         return;
     }
-    float *const row_doubts = of.state(states[3], 3);
-    float *const column_doubts = of.state(states[4], 4);
-    float *const doubts = means + in.number;
+    float *const row_instabilities = elements.state(states[3], 3);
+    float *const column_instabilities = elements.state(states[4], 4);
+    float *const mean_instabilities = means + in.number;
     const auto difference = [&](uint64_t i) {
-        const float x = raw(i) * clip - mean[i];
+        const float x = unclipped(i) * clip - mean[i];
         return x * x + eps2;
     };
-    const auto row_of = [&](uint64_t row, double x) { decay(row_doubts[row], x, third); };
-    const auto column_of = [&](uint64_t column, double x) { decay(column_doubts[column], x, third); };
-    moments(in, difference, row_of, column_of, row_doubts, doubts);
+    const auto row_of = [&](uint64_t row, double x) { decay(row_instabilities[row], x, third); };
+    const auto column_of = [&](uint64_t column, double x) { decay(column_instabilities[column], x, third); };
+    moments(in, difference, row_of, column_of, row_instabilities, mean_instabilities);
     for_each(count, [&](uint64_t i) {
         const uint64_t row = in.row(i);
-        const float trust = 1.0f / sqrtf(row_doubts[row] / doubts[in.matrix(row)]) * (1.0f / sqrtf(column_doubts[in.column(i)]));
-        of.set(i, of.param(i) * kept - lr * (trust * mean[i]));
-        of.clear(i);
+        const float confidence = 1.0f / sqrtf(row_instabilities[row] / mean_instabilities[in.matrix(row)]) *
+                                 (1.0f / sqrtf(column_instabilities[in.column(i)]));
+        elements.set(i, elements.param(i) * decay_factor - lr * (confidence * mean[i]));
+        elements.clear(i);
     });
 }
 

@@ -11,42 +11,43 @@ enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, 
 
 // Indices of `WholeStep::shared`. Kept between steps are the estimate (D), the largest estimate (D_MAX), the numerator of the estimate and
 // the number of steps taken. The other three are those of one step: the two sums (PROGRESS and DISTANCE), and the rate of the parameters
-// (IS_TAKEN), which is 0 if the step leaves the parameters as they are.
-enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
+// (RATE), which is 0 if the step leaves the parameters as they are.
+enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, RATE };
 
 // The step size of this step, before `shared` has counted the step.
-static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
+static __device__ __forceinline__ double prodigy_rate(const Settings &settings, const double *shared) {
     double correction = 1.0;
-    if (at.more[CORRECT] != 0.0) {
+    if (settings.more[CORRECT] != 0.0) {
         const double step = shared[STEPS] + 1.0;
-        correction = sqrt(1.0 - pow(at.beta2, step)) / (1.0 - pow(at.beta1, step));
+        correction = sqrt(1.0 - pow(settings.beta2, step)) / (1.0 - pow(settings.beta1, step));
     }
-    return shared[D] * at.lr * correction;
+    return shared[D] * settings.lr * correction;
 }
 
 // Updates the moments and computes the variable's terms of the two sums, which scratch receives: f64 [2]. There are four states: s, a
 // decaying sum of the gradients, and `start`, the parameters before the first step, have a number for every SLICE-th element; the second
 // moment `square` and the first moment `mean` have one for every element. There is no `mean` if the first beta is 0.
 template <typename G, typename C>
-static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
-    const Settings &at = by.at;
-    double *const sums = reinterpret_cast<double *>(of.of.scratch);
-    const double d = by.shared[D], rate = prodigy_rate(at, by.shared);
-    const float l2 = at.more[DECOUPLE] != 0.0 ? 0.0f : static_cast<float>(at.weight_decay);
-    const uint64_t every = static_cast<uint64_t>(at.more[SLICE]), sampled = (of.of.count + every - 1) / every;
-    float *const s = of.state(states[0], 0), *const start = of.state(states[1], 1), *const square = of.state(states[2], 2);
-    if (at.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = of.param(k * every); });
+static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &settings = by.settings;
+    double *const sums = reinterpret_cast<double *>(elements.variable.scratch);
+    const double d = by.shared[D], rate = prodigy_rate(settings, by.shared);
+    const float l2 = settings.more[DECOUPLE] != 0.0 ? 0.0f : static_cast<float>(settings.weight_decay);
+    const uint64_t every = static_cast<uint64_t>(settings.more[SLICE]), sampled = (elements.variable.count + every - 1) / every;
+    float *const s = elements.state(states[0], 0), *const start = elements.state(states[1], 1);
+    float *const square = elements.state(states[2], 2);
+    if (settings.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = elements.param(k * every); });
     // A learning rate of 0 leaves the variable and its moments as they are.
-    if (at.lr == 0.0) {
+    if (settings.lr == 0.0) {
         if (threadIdx.x == 0) sums[0] = sums[1] = 0.0;
         return;
     }
-    const float beta3 = static_cast<float>(at.more[BETA3]);
-    const float gain3 = static_cast<float>(d / at.more[D0] * (at.more[SAFEGUARD] != 0.0 ? d : rate));
+    const float beta3 = static_cast<float>(settings.more[BETA3]);
+    const float gain3 = static_cast<float>(d / settings.more[D0] * (settings.more[SAFEGUARD] != 0.0 ? d : rate));
     double progress = 0.0, distance = 0.0;
     for (uint64_t k = threadIdx.x; k < sampled; k += blockDim.x) {
         const uint64_t i = k * every;
-        const float p = of.param(i), g = of.grad(i) + l2 * p;
+        const float p = elements.param(i), g = elements.grad(i) + l2 * p;
         progress += g * (start[k] - p);
         s[k] = beta3 * s[k] + gain3 * g;
         distance += fabsf(s[k]);
@@ -58,11 +59,11 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
         sums[0] = rate * progress;
         sums[1] = distance;
     }
-    const float beta2 = static_cast<float>(at.beta2), gain2 = static_cast<float>(d * d * (1.0 - at.beta2));
-    const float beta1 = static_cast<float>(at.beta1), gain1 = static_cast<float>(d * (1.0 - at.beta1));
-    float *const mean = states[3] == nullptr ? nullptr : of.state(states[3], 3);
-    for_each(of.of.count, [&](uint64_t i) {
-        const float g = of.grad(i) + l2 * of.param(i);
+    const float beta2 = static_cast<float>(settings.beta2), gain2 = static_cast<float>(d * d * (1.0 - settings.beta2));
+    const float beta1 = static_cast<float>(settings.beta1), gain1 = static_cast<float>(d * (1.0 - settings.beta1));
+    float *const mean = states[3] == nullptr ? nullptr : elements.state(states[3], 3);
+    for_each(elements.variable.count, [&](uint64_t i) {
+        const float g = elements.grad(i) + l2 * elements.param(i);
         square[i] = beta2 * square[i] + gain2 * g * g;
         if (mean != nullptr) mean[i] = beta1 * mean[i] + gain1 * g;
     });
@@ -70,26 +71,26 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
 
 // Updates the parameters, unless their learning rate or the rate of the step is 0. Clears the gradients in all cases, if the step is to.
 template <typename G, typename C>
-static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
-    const Settings &at = by.at;
-    if (at.lr == 0.0 || by.shared[IS_TAKEN] == 0.0) {
-        for_each(of.of.count, [&](uint64_t i) { of.clear(i); });
+static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &settings = by.settings;
+    if (settings.lr == 0.0 || by.shared[RATE] == 0.0) {
+        for_each(elements.variable.count, [&](uint64_t i) { elements.clear(i); });
         return;
     }
     // The second kernel computed the rate from the estimate before this step. `prodigy_rate` would now compute another rate, because
     // `shared` already has the new estimate and counts this step.
-    const double rate = by.shared[IS_TAKEN], d = by.shared[D];
-    const bool decouples = at.more[DECOUPLE] != 0.0;
-    const float lost = decouples ? static_cast<float>(at.weight_decay * rate) : 0.0f;
-    const float l2 = decouples ? 0.0f : static_cast<float>(at.weight_decay);
-    const float step_size = static_cast<float>(rate), eps = static_cast<float>(d * at.eps), scale = static_cast<float>(d);
-    const float *const square = of.state(states[2], 2);
-    const float *const mean = states[3] == nullptr ? nullptr : of.state(states[3], 3);
-    for_each(of.of.count, [&](uint64_t i) {
-        const float p = of.param(i);
-        const float direction = mean != nullptr ? mean[i] : scale * (of.grad(i) + l2 * p);
-        of.set(i, p - lost * p - step_size * direction / (sqrtf(square[i]) + eps));
-        of.clear(i);
+    const double rate = by.shared[RATE], d = by.shared[D];
+    const bool decouples = settings.more[DECOUPLE] != 0.0;
+    const float decay = decouples ? static_cast<float>(settings.weight_decay * rate) : 0.0f;
+    const float l2 = decouples ? 0.0f : static_cast<float>(settings.weight_decay);
+    const float step_size = static_cast<float>(rate), eps = static_cast<float>(d * settings.eps), scale = static_cast<float>(d);
+    const float *const square = elements.state(states[2], 2);
+    const float *const mean = states[3] == nullptr ? nullptr : elements.state(states[3], 3);
+    for_each(elements.variable.count, [&](uint64_t i) {
+        const float p = elements.param(i);
+        const float direction = mean != nullptr ? mean[i] : scale * (elements.grad(i) + l2 * p);
+        elements.set(i, p - decay * p - step_size * direction / (sqrtf(square[i]) + eps));
+        elements.clear(i);
     });
 }
 
