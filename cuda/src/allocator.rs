@@ -115,7 +115,7 @@ pub struct Allocator<B: Backend> {
     range: u64,
     eager: Space<B::Chunk>,
     graph: Space<B::Chunk>,
-    capturing: bool,
+    is_capturing: bool,
     /// The addresses and sizes of blocks that the current or last capture has allocated and not freed.
     captured: BTreeMap<u64, u64>,
     /// Addresses and sizes of graph memory that was unmapped for eager work.
@@ -133,7 +133,7 @@ impl<B: Backend> Allocator<B> {
             range: range.next_multiple_of(PAGE),
             eager: Space([None, None]),
             graph: Space([None, None]),
-            capturing: false,
+            is_capturing: false,
             captured: BTreeMap::new(),
             lent: Vec::new(),
             graphs: 0,
@@ -152,7 +152,7 @@ impl<B: Backend> Allocator<B> {
     /// The backend's error, for example if the device's memory is full even after cached blocks are released. During a
     /// capture, no blocks are released.
     pub fn allocate(&mut self, size: u64) -> Result<u64, B::Error> {
-        let origin = if self.capturing { Origin::Graph } else { Origin::Eager };
+        let origin = if self.is_capturing { Origin::Graph } else { Origin::Eager };
         self.allocate_from(origin, size)
     }
 
@@ -164,14 +164,14 @@ impl<B: Backend> Allocator<B> {
         let size = size.max(1).next_multiple_of(ALIGNMENT);
         let address = match self.attempt(origin, size) {
             // `trim` waits for the device, which is not possible during a capture.
-            Err(error) if B::is_full(&error) && !self.capturing => {
+            Err(error) if B::is_full(&error) && !self.is_capturing => {
                 self.stats.retries += 1;
                 self.trim()?;
                 self.attempt(origin, size)?
             }
             other => other?,
         };
-        if self.capturing && origin == Origin::Graph {
+        if self.is_capturing && origin == Origin::Graph {
             self.captured.insert(address, size);
         }
         self.stats.allocations += 1;
@@ -180,9 +180,10 @@ impl<B: Backend> Allocator<B> {
         Ok(address)
     }
 
+    /// Allocate without releasing cached blocks of eager work.
     fn attempt(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
         let (space, mut lender) = match origin {
-            Origin::Eager => (&mut self.eager, (!self.capturing).then_some(&mut self.graph)),
+            Origin::Eager => (&mut self.eager, (!self.is_capturing).then_some(&mut self.graph)),
             Origin::Graph => (&mut self.graph, None),
         };
         let (slot, growth) = if size <= SMALL { (&mut space.0[0], PAGE) } else { (&mut space.0[1], GROWTH) };
@@ -260,7 +261,7 @@ impl<B: Backend> Allocator<B> {
         let has_no_graph = self.graphs == 0;
         let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| has_no_graph)).flatten();
         let mut pools: Vec<_> = pools.filter(|pool| !pool.unused().is_empty()).collect();
-        if self.capturing || pools.is_empty() {
+        if self.is_capturing || pools.is_empty() {
             return Ok(0);
         }
         self.backend.wait()?;
@@ -278,14 +279,14 @@ impl<B: Backend> Allocator<B> {
         self.trim()?;
         self.restore()?;
         self.captured.clear();
-        self.capturing = true;
+        self.is_capturing = true;
         self.graphs += 1;
         Ok(())
     }
 
     /// Allocate for eager work again. The graph exists until [`release_graph`](Self::release_graph).
     pub const fn end_capture(&mut self) {
-        self.capturing = false;
+        self.is_capturing = false;
     }
 
     /// Record that a graph was dropped. After the last graph, also release cached blocks, those of graphs too (see

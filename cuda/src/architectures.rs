@@ -77,16 +77,16 @@ mod tests {
 
     #[test]
     fn machine_code_stays_within_a_major_version_and_ptx_does_not() {
-        let found = |list: &str| {
+        let served = |list: &str| {
             let gpus = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)];
             gpus.into_iter().filter(|&gpu| serves(list, gpu)).collect::<Vec<_>>()
         };
-        assert_eq!(found("80"), [(8, 0), (8, 6), (8, 9)]);
-        assert_eq!(found("86"), [(8, 6), (8, 9)]);
-        assert_eq!(found("90a"), [(9, 0)]);
-        assert_eq!(found("90a+ptx"), [(9, 0)]);
-        assert_eq!(found("120"), [(12, 0), (12, 1)]);
-        assert_eq!(found("89+ptx, 120"), [(8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]);
+        assert_eq!(served("80"), [(8, 0), (8, 6), (8, 9)]);
+        assert_eq!(served("86"), [(8, 6), (8, 9)]);
+        assert_eq!(served("90a"), [(9, 0)]);
+        assert_eq!(served("90a+ptx"), [(9, 0)]);
+        assert_eq!(served("120"), [(12, 0), (12, 1)]);
+        assert_eq!(served("89+ptx, 120"), [(8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]);
     }
 
     #[test]

@@ -44,12 +44,12 @@ impl<C> Pool<C> {
     /// Use the first `size` bytes of the smallest free block that is large enough; its other bytes stay a free block.
     /// Returns the address, or None if no free block is large enough.
     pub(super) fn allocate(&mut self, size: u64) -> Option<u64> {
-        let &(found, address) = self.free.range((size, 0)..).next()?;
-        self.free.remove(&(found, address));
+        let &(block_size, address) = self.free.range((size, 0)..).next()?;
+        self.free.remove(&(block_size, address));
         self.blocks.insert(address, Block { size, is_free: false });
-        if found > size {
-            self.blocks.insert(address + size, Block { size: found - size, is_free: true });
-            self.free.insert((found - size, address + size));
+        if block_size > size {
+            self.blocks.insert(address + size, Block { size: block_size - size, is_free: true });
+            self.free.insert((block_size - size, address + size));
         }
         Some(address)
     }
@@ -69,18 +69,19 @@ impl<C> Pool<C> {
             && before + block.size == address
         {
             let joined = block.size;
-            self.forget_free(before, joined);
+            self.remove_free(before, joined);
             (address, size) = (before, size + joined);
         }
         if let Some(next) = self.blocks.get(&(address + size)).copied().filter(|block| block.is_free) {
-            self.forget_free(address + size, next.size);
+            self.remove_free(address + size, next.size);
             size += next.size;
         }
         self.blocks.insert(address, Block { size, is_free: true });
         self.free.insert((size, address));
     }
 
-    fn forget_free(&mut self, address: u64, size: u64) {
+    /// Remove a free block from both lists.
+    fn remove_free(&mut self, address: u64, size: u64) {
         self.free.remove(&(size, address));
         self.blocks.remove(&address);
     }
@@ -93,6 +94,8 @@ impl<C> Pool<C> {
             let before = before.filter(|(address, block)| block.is_free && *address + block.size == gap);
             let before = before.map_or(0, |(_, block)| block.size);
             let after = self.blocks.get(&(gap + length)).filter(|block| block.is_free).map_or(0, |block| block.size);
+            // The memory that makes a block of `size` bytes together with the free block before the gap. If the gap is
+            // too short for it, the whole gap is mapped, provided that both free neighbours make up for the rest.
             let missing = size.saturating_sub(before).next_multiple_of(PAGE).max(PAGE);
             if missing <= length {
                 Some((gap, missing, missing.max(self.growth).min(length)))
@@ -145,7 +148,7 @@ impl<C> Pool<C> {
     pub(super) fn release<B: Backend<Chunk = C>>(&mut self, backend: &mut B, address: u64) -> u64 {
         let around = self.blocks.range(..=address).next_back().map(|(&start, &block)| (start, block));
         let (Some((size, chunk)), Some((start, block))) = (self.chunks.remove(&address), around) else { return 0 };
-        self.forget_free(start, block.size);
+        self.remove_free(start, block.size);
         for (start, end) in [(start, address), (address + size, start + block.size)] {
             if end > start {
                 self.blocks.insert(start, Block { size: end - start, is_free: true });
@@ -157,6 +160,7 @@ impl<C> Pool<C> {
         size
     }
 
+    /// Add a gap, and join it with neighbouring gaps.
     fn insert_gap(&mut self, mut address: u64, mut size: u64) {
         if let Some((&before, &length)) = self.gaps.range(..address).next_back()
             && before + length == address
@@ -170,6 +174,7 @@ impl<C> Pool<C> {
         self.gaps.insert(address, size);
     }
 
+    /// The number of mapped bytes.
     pub(super) fn mapped(&self) -> u64 {
         self.chunks.values().map(|(size, _)| size).sum()
     }
