@@ -43,16 +43,16 @@
                                       BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,       \
                                       BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                \
         follow();                                                                                                                  \
-        const bool others = dk != nullptr || dv != nullptr;                                                                        \
-        const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;            \
+        const bool has_key_blocks = dk != nullptr || dv != nullptr;                                                                \
+        const uint32_t key_blocks = has_key_blocks ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;    \
         if (blockIdx.x < key_blocks)                                                                                               \
             attention_backward_key_value<type, w, 4, 1, 64, key_step, key_rows>(                                                   \
                 blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts, q_strides, k_strides, v_strides,            \
-                do_strides, dk_strides, dv_strides, shape, Dense());                                                                        \
+                do_strides, dk_strides, dv_strides, shape, Dense());                                                               \
         else                                                                                                                       \
             attention_backward_query<type, w, 4, 1, 64, query_step, query_rows>(blockIdx.x - key_blocks, q, k, v, d_o, log_sums,   \
                                                                                 delta, dq, q_strides, k_strides, v_strides,        \
-                                                                                do_strides, dq_strides, shape, Dense());                    \
+                                                                                do_strides, dq_strides, shape, Dense());           \
     }
 
 // attention_sum_parts_{f16,bf16}: dk and dv, unless their pointers are null. Each is the sum of its parts, added in the order of the parts.
@@ -98,7 +98,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                     BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,            \
                                     BY_VALUE Strides o_strides, BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {    \
         follow();                                                                                                                  \
-        attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape, Dense());              \
+        attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape, Dense());     \
     }
 
 // attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: grad is dq, dk or dv; log_sums and delta are as in attention_backward_*.
@@ -113,7 +113,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                               BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {                      \
         follow();                                                                                                                  \
         attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
-                                                         do_strides, grad_strides, mask, shape, Dense());                                   \
+                                                         do_strides, grad_strides, mask, shape, Dense());                          \
     }
 
 #define PLAIN(dtype, type)                                                                                                         \

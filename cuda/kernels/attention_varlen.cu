@@ -78,17 +78,17 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
         BY_VALUE Strides v_strides, BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,         \
         BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group) {                                              \
         follow();                                                                                                                  \
-        const Spans visible{spans, shape.queries, group};                                                                            \
-        const bool others = dk != nullptr || dv != nullptr;                                                                        \
-        const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * (shape.heads / group) : 0;                \
+        const Spans visible{spans, shape.queries, group};                                                                          \
+        const bool has_key_blocks = dk != nullptr || dv != nullptr;                                                                \
+        const uint32_t key_blocks = has_key_blocks ? shape.parts * ceil_divide(shape.keys, 64) * (shape.heads / group) : 0;        \
         if (blockIdx.x < key_blocks)                                                                                               \
             attention_backward_key_value<type, w, 4, 1, 64, key_step, key_rows>(                                                   \
                 blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts, q_strides, k_strides, v_strides,            \
-                do_strides, dk_strides, dv_strides, shape, visible);                                                                 \
+                do_strides, dk_strides, dv_strides, shape, visible);                                                               \
         else                                                                                                                       \
             attention_backward_query<type, w, 4, 1, 64, query_step, query_rows>(                                                   \
                 blockIdx.x - key_blocks, q, k, v, d_o, log_sums, delta, dq, q_strides, k_strides, v_strides, do_strides,           \
-                dq_strides, shape, visible);                                                                                         \
+                dq_strides, shape, visible);                                                                                       \
     }
 
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \

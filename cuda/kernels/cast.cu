@@ -27,7 +27,7 @@ template <typename D, typename S> __device__ __forceinline__ D cast(S x) {
     else return saturated<D>(widen(x));
 }
 
-// How many elements 16 bytes hold of the larger type.
+// How many elements of the larger of two types 16 bytes hold.
 template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
 
 template <typename D, typename S> struct Cast {

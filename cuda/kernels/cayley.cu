@@ -23,7 +23,7 @@ template <typename F> __device__ __forceinline__ void for_each(uint32_t rows, ui
 }
 
 // The index of element (row, column), with row < column, in the list of the elements above the diagonal.
-__device__ __forceinline__ uint32_t place(uint32_t row, uint32_t column, uint32_t size) {
+__device__ __forceinline__ uint32_t upper_index(uint32_t row, uint32_t column, uint32_t size) {
     return row * (2 * size - row - 1) / 2 + column - row - 1;
 }
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
         for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
             const T *own = upper + matrix * triangle;
             A q = 0;
-            if (row < column) q = widen(own[place(row, column, size)]);
-            else if (row > column) q = -widen(own[place(column, row, size)]);
+            if (row < column) q = widen(own[upper_index(row, column, size)]);
+            else if (row > column) q = -widen(own[upper_index(column, row, size)]);
             system[row * width + column] = row == column ? A(1) : q;
             system[row * width + size + column] = -2 * q;
         });
@@ -94,7 +94,7 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__
         };
         for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
             if (row < column)
-                grad_upper[matrix * triangle + place(row, column, size)] =
+                grad_upper[matrix * triangle + upper_index(row, column, size)] =
                     narrow<T>(2 * (element(column, row) - element(row, column)));
         });
         __syncthreads();

@@ -130,8 +130,8 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
         follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
-        const Targets of_rows{targets, ignore_index, id_bytes};                                                        \
-        forward<T>(x, of_rows, losses, lse, out_of_range, logits, smoothing, shared);                                  \
+        const Targets ids{targets, ignore_index, id_bytes};                                                            \
+        forward<T>(x, ids, losses, lse, out_of_range, logits, smoothing, shared);                                      \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 

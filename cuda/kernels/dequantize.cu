@@ -43,12 +43,14 @@ struct QuantizedParts {
     QuantizedPart list[MOST_PARTS];
 };
 
+// The values of the 16 codes of NF4.
 __device__ const float NF4_VALUES[16] = {
     -1.0f, -0.696192801f, -0.525073051f, -0.394917488f, -0.284441382f, -0.18477343f,
     -0.0910500363f, 0.0f, 0.0795802996f, 0.160930201f, 0.246112302f, 0.337915242f,
     0.440709829f, 0.562617004f, 0.722956836f, 1.0f
 };
 
+// The magnitudes of the signed dynamic map.
 __device__ const dynamic_map::Magnitudes<true> MAGNITUDES{};
 
 // The number of an e4m3 code that is not NaN: its bits, shifted to the fields of an f16, are the number times 2^-8.

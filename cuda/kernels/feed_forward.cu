@@ -93,6 +93,8 @@ template <typename T> struct Warp {
 #pragma unroll
         for (int group = 0; group < 2; group++) {
             const uint4 found = words<uint4>(down + static_cast<uint64_t>(8 * group + g) * width + column + 8 * t);
+            // Each product sums over 16 of the 32 columns: `upper` over words 0 and 1 of all threads, `lower` over words 2 and 3. `down` is
+            // loaded in the same order of columns.
             const uint32_t upper[4] = {results[0][0], results[1][0], results[0][1], results[1][1]};
             const uint32_t lower[4] = {results[0][2], results[1][2], results[0][3], results[1][3]};
             multiply_add<T>(sums[group], upper, found.x, found.y);
@@ -163,8 +165,8 @@ DEFINE_FORWARD(bf16, __nv_bfloat16)
 // Launch: block 256, grid clamp(ceil(count / 1024), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_HIDDEN(SUFFIX, T)                                                                                       \
     extern "C" __global__ void swiglu_feed_forward_hidden_##SUFFIX(const float *parts, T *hidden, uint64_t count,      \
-                                                                   uint32_t number) {                                 \
-        follow();                                                                                                     \
+                                                                   uint32_t number) {                                  \
+        follow();                                                                                                      \
         for (uint64_t i = flat_index(); i < count / 4; i += flat_stride()) {                                           \
             float4 sum = {};                                                                                           \
             for (uint32_t part = 0; part < number; part++) {                                                           \

@@ -85,19 +85,20 @@ template <typename T> struct Block : Words<T> {
     __device__ __forceinline__ uint32_t ranks(int index, int matrix) const {
         return shared_address(stage(index)) + MATRICES * WARPS * TILE_OF_WARP + matrix * HIDDEN;
     }
-    __device__ __forceinline__ float *sums() const { return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE); }
+    __device__ __forceinline__ float *sums() const {
+        return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE);
+    }
 
     // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
-    // In this function, `half` is the matrix (0 or 1).
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
         const uint32_t first = column - 8 * (lane % 4);
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int matrix = 0; matrix < 2; matrix++)
 #pragma unroll
             for (int chunk = 0; chunk < 2; chunk++) {
-                const uint4 found = words<uint4>(this->up[half] + static_cast<uint64_t>(first + column_of(lane)) * RANKS + 8 * chunk);
-                *reinterpret_cast<uint4 *>(shared + (warp * MATRICES + half) * FACTOR_OF_WARP + ranks_offset(lane, chunk)) = found;
+                const uint4 found = words<uint4>(this->up[matrix] + static_cast<uint64_t>(first + column_of(lane)) * RANKS + 8 * chunk);
+                *reinterpret_cast<uint4 *>(shared + (warp * MATRICES + matrix) * FACTOR_OF_WARP + ranks_offset(lane, chunk)) = found;
             }
         const T *down = this->last_down + first;
         uint32_t fragments[4][2];

@@ -89,18 +89,18 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
 }
 
 // A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null
-// and `out` is y; in the backward pass, `out` is dx. `half` is the half with h. `column` is the first of the thread's eight columns, and
-// `end` is the end of the block's rows.
+// and `out` is y; in the backward pass, `out` is dx. `h_half` is the half with h, `gate_half` that with the gate. `column` is the first of
+// the thread's eight columns, and `end` is the end of the block's rows.
 template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     using Values = typename Half<T, TILES>::Values;
 
     const T *x, *grad;
     T *out;
     uint32_t width, column, end;
-    Half<T, TILES> half, gate;
+    Half<T, TILES> h_half, gate_half;
 
     struct Tile {
-        Values half, gate;
+        Values h_half, gate_half;
         uint4 grad[2];
     };
 
@@ -110,31 +110,31 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
             // In place of rows beyond the block's last one, a thread loads the last row. `write` leaves them out.
             const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i, at = row < end ? row : end - 1;
             const T *start = x + static_cast<uint64_t>(at) * 2 * width + column;
-            half.load(tile.half, i, start, at);
-            gate.load(tile.gate, i, start + width, at);
+            h_half.load(tile.h_half, i, start, at);
+            gate_half.load(tile.gate_half, i, start + width, at);
             if (is_backward) tile.grad[i] = words<uint4>(grad + static_cast<uint64_t>(at) * width + column);
         }
     }
 
     // Computes and writes the sixteen rows from `first` on. In the backward pass, results[0] is the gradient of h, results[1] that of gate.
     __device__ __forceinline__ void write(const Tile &tile, uint32_t first) const {
-        float to_half[4][4] = {}, to_gate[4][4] = {};
-        half.multiply(to_half, tile.half);
-        gate.multiply(to_gate, tile.gate);
+        float h_products[4][4] = {}, gate_products[4][4] = {};
+        h_half.multiply(h_products, tile.h_half);
+        gate_half.multiply(gate_products, tile.gate_half);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float results[2][8];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                const float h = half.sum(tile.half, to_half, i, k), g = gate.sum(tile.gate, to_gate, i, k);
+                const float h = h_half.sum(tile.h_half, h_products, i, k), gate = gate_half.sum(tile.gate_half, gate_products, i, k);
                 if (is_backward) {
                     const float grads = widen(reinterpret_cast<const T *>(&tile.grad[i])[k]);
                     float value, slope;
-                    F::template both<T>(g, value, slope);
+                    F::template both<T>(gate, value, slope);
                     results[0][k] = grads * value;
                     results[1][k] = grads * h * slope;
                 } else {
-                    results[0][k] = h * F::template value<T>(g);
+                    results[0][k] = h * F::template value<T>(gate);
                 }
             }
             const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i;
@@ -163,8 +163,8 @@ __device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const L
     if (first_column >= width) return;
     const uint32_t column = first_column + 8 * (threadIdx.x % 4), begin = blockIdx.y * ROWS;
     const uint32_t end = rows - begin < ROWS ? rows : begin + ROWS;
-    const Half<T, TILES> half(halves.list[0], first_column), gate(halves.list[1], first_column);
-    Gated<T, TILES, F, is_backward>{x, grad, out, width, column, end, half, gate}.run(begin);
+    const Half<T, TILES> h_half(halves.list[0], first_column), gate_half(halves.list[1], first_column);
+    Gated<T, TILES, F, is_backward>{x, grad, out, width, column, end, h_half, gate_half}.run(begin);
 }
 
 } // namespace

@@ -12,9 +12,9 @@ namespace {
 
 // Elements of a pack. Packs of eight elements would take so many registers that a multiprocessor could hold fewer teams.
 constexpr int N = 4;
-// A row to round has one part, the result, or two, the gradients of h and gate. KEPT is how many packs of each part a thread can keep in
-// registers: as many elements as 32 bytes of T hold.
-template <typename T> constexpr int KEPT = 2 * WIDE<T> / N;
+// A row to round has one part, the result, or two, the gradients of h and gate. HELD_PACKS is how many packs of each part a thread can keep
+// in registers: as many elements as 32 bytes of T hold.
+template <typename T> constexpr int HELD_PACKS = 2 * WIDE<T> / N;
 // How many teams of the largest size a multiprocessor must have room for. From compute capability 12.0 on, only one: there the compiler
 // needs more registers.
 constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
@@ -23,25 +23,25 @@ constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 // numbers of pack `pack` of each part.
 template <typename T, int PARTS, typename Compute>
 __device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute) {
-    float kept[KEPT<T>][PARTS][N];
+    float held[HELD_PACKS<T>][PARTS][N];
     RowScale found;
 #pragma unroll
-    for (int i = 0; i < KEPT<T>; i++) {
+    for (int i = 0; i < HELD_PACKS<T>; i++) {
         const uint32_t pack = threadIdx.x + i * blockDim.x;
         if (pack >= packs) continue;
-        compute(pack, kept[i]);
+        compute(pack, held[i]);
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) found.see(kept[i][part]);
+        for (int part = 0; part < PARTS; part++) found.see(held[i][part]);
     }
     const float scale = found.of_team(is_int8);
     if (threadIdx.x == 0) *row_scale = scale;
     with_rounder(scale, is_int8, [&](auto rounder) {
 #pragma unroll
-        for (int i = 0; i < KEPT<T>; i++) {
+        for (int i = 0; i < HELD_PACKS<T>; i++) {
             const uint32_t pack = threadIdx.x + i * blockDim.x;
             if (pack >= packs) continue;
 #pragma unroll
-            for (int part = 0; part < PARTS; part++) rounder.store(codes + (static_cast<uint64_t>(part) * packs + pack) * N, kept[i][part]);
+            for (int part = 0; part < PARTS; part++) rounder.store(codes + (static_cast<uint64_t>(part) * packs + pack) * N, held[i][part]);
         }
     });
 }
@@ -67,8 +67,8 @@ __device__ __forceinline__ void forward(const T *x, uint32_t rows, uint32_t widt
 
 // If `is_one_scale`, the first of `column_scales` is for all columns.
 template <typename T>
-__device__ __forceinline__ void backward(const T *x, const T *grad, const float *column_scales, bool is_one_scale, uint32_t rows, uint32_t width,
-                                         bool is_int8, uint8_t *codes, float *scales) {
+__device__ __forceinline__ void backward(const T *x, const T *grad, const float *column_scales, bool is_one_scale, uint32_t rows,
+                                         uint32_t width, bool is_int8, uint8_t *codes, float *scales) {
     const float one = __ldg(column_scales);
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * 2 * width, *from = grad + row * width;
@@ -104,12 +104,12 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
 // `column_scales` (2 width), or by its only element if `is_one_scale`. `grad` (rows, width) is the gradient of the GEGLU's result.
 // Launch: as rows.cuh says for rows of `width` elements, with HELD = 2.
 #define DEFINE_GEGLU_CODES(SUFFIX, T)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_forward_##SUFFIX(const T *x, uint32_t rows, uint32_t width,      \
+    extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_forward_##SUFFIX(const T *x, uint32_t rows, uint32_t width,  \
                                                                                        uint32_t is_int8, uint8_t *codes, float *scales) { \
         follow();                                                                                                                      \
         forward<T>(x, rows, width, is_int8 != 0, codes, scales);                                                                       \
     }                                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_backward_##SUFFIX(                                               \
+    extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_backward_##SUFFIX(                                           \
         const T *x, const T *grad, const float *column_scales, uint32_t is_one_scale, uint32_t rows, uint32_t width, uint32_t is_int8, \
         uint8_t *codes, float *scales) {                                                                                               \
         follow();                                                                                                                      \

@@ -141,10 +141,10 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result (before SiLU, if there is one) at x. `g` is an element of grad. DEFINE_SUMS calls this gradient h;
-// in `sums` and `backward` it is the variable `g`.
-template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T g, T x) {
-    return SILU ? widen(g) * Silu::slope<T>(normalize(i, widen(x))) : widen(g);
+// The gradient of the norm's result (before SiLU, if there is one) at x. `grad` is an element of the tensor grad. The comments and the code
+// below call the returned gradient g.
+template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T grad, T x) {
+    return SILU ? widen(grad) * Silu::slope<T>(normalize(i, widen(x))) : widen(grad);
 }
 
 template <typename T, bool ALIGNED, bool SILU>
@@ -180,7 +180,7 @@ __device__ __forceinline__ void sums(const T *x, const T *grad, Affine affine, c
         if (IS_HALF<T>) part.for_each_channel([&](int i, uint64_t group) { dot[i] -= sum[i] * mean[group]; });
         slots.put(dot, sum);
     }
-    // Kind 0 is Σ h (x - mean), which times rstd is Σ h x̂, and kind 1 is Σ h.
+    // Kind 0 is Σ g (x - mean), which times rstd is Σ g x̂, and kind 1 is Σ g.
     slots.join_lines(part.tile, [&](uint32_t channel, auto of_line, A(&results)[2]) {
         A weight[1];
         load_parameter<T>(affine.weight, affine.is_f32, channel, A(1), weight);
@@ -307,9 +307,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With w = weight, x̂ = (x - mean) rstd, z = x̂ w + bias and h = grad f'(z), writes Σ w h x̂ and Σ w h to
+// Launch: over the tensor. With w = weight, x̂ = (x - mean) rstd, z = x̂ w + bias and g = grad f'(z), writes Σ w g x̂ and Σ w g to
 // `partials`: sums for each group, piece and tile over the group's elements in the piece and tile. Unless affine_partials is null, also
-// writes Σ h x̂ and Σ h of each channel over each piece to affine_partials (batch * pieces, 2, channels) of f32 (f64 for f64), from
+// writes Σ g x̂ and Σ g of each channel over each piece to affine_partials (batch * pieces, 2, channels) of f32 (f64 for f64), from
 // which norm_affine_sum (norm.cu) computes the gradients of weight and bias.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
@@ -325,8 +325,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else sums<T, false, SILU>(x, grad, affine, mean, rstd, partials, affine_partials, size, slots);                \
     }
 
-// Launch: over the groups. Computes slopes (batch, groups, 2) of f32 (f64 for f64) from `partials`: rstd² mean(w h x̂) and
-// rstd mean(w h), with means over the group; w, h and x̂ as for the sums.
+// Launch: over the groups. Computes slopes (batch, groups, 2) of f32 (f64 for f64) from `partials`: rstd² mean(w g x̂) and
+// rstd mean(w g), with means over the group; w, g and x̂ as for the sums.
 #define DEFINE_SLOPES(SUFFIX, T)                                                                                       \
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \
@@ -351,7 +351,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
 
-// Launch: over the tensor. dx = rstd (w h - mean(w h) - x̂ mean(w h x̂)) + before, with means over the group; w, h and x̂ as for the sums.
+// Launch: over the tensor. dx = rstd (w g - mean(w g) - x̂ mean(w g x̂)) + before, with means over the group; w, g and x̂ as for the sums.
 // `before`, of dx's shape, is an earlier part of the gradient of x, or null for zeros. dx may be the memory of grad or of `before`.
 #define DEFINE_BACKWARD(NAME, SILU, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \

@@ -45,12 +45,12 @@ struct LowRankTerms {
 };
 
 // Loads the right operands of the four matrix products of 32 input features with 16 ranks: those from `feature` and `rank` on. The indices
-// of `b` are [rank % 2][half of the thread's eight features][register]. `down` is stored as (inner, rank) if `is_turned`, otherwise as
+// of `b` are [rank % 2][half of the thread's eight features][register]. `down` is stored as (inner, rank) if `is_transposed`, otherwise as
 // (rank, inner), with rows `row` elements apart.
-template <typename T, bool is_turned>
+template <typename T, bool is_transposed>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
-    if (is_turned) {
+    if (is_transposed) {
         uint32_t pairs[8];
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -162,7 +162,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
 
     // The address of the eight neighbouring columns of dst that this thread has among the 32 columns from `column` on, in the upper (0) or
     // lower (1) half of the block's rows; null outside dst.
-    __device__ __forceinline__ static T *place(void *dst, const LowRankSizes &sizes, uint32_t column, int half) {
+    __device__ __forceinline__ static T *address_of(void *dst, const LowRankSizes &sizes, uint32_t column, int half) {
         const int lane = threadIdx.x % WARP;
         const uint64_t row = blockIdx.x * ROWS + lane / 4 + 8 * half;
         return column < sizes.outer && row < sizes.rows ? static_cast<T *>(dst) + row * sizes.dst_row + column + 8 * (lane % 4) : nullptr;
@@ -175,7 +175,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
             const uint32_t column = begin + piece * stride;
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                if (const T *at = place(term.dst, sizes, column, half)) dst[piece][half] = *reinterpret_cast<const uint4 *>(at);
+                if (const T *at = address_of(term.dst, sizes, column, half)) dst[piece][half] = *reinterpret_cast<const uint4 *>(at);
         }
     }
 
@@ -213,7 +213,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                T *at = place(to, sizes, begin + piece * stride, half);
+                T *at = address_of(to, sizes, begin + piece * stride, half);
                 if (at == nullptr) continue;
                 uint32_t *words = &dst[piece][half].x;
 #pragma unroll
@@ -238,15 +238,15 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     const LowRankTerm *list = terms.list + blockIdx.z;
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
-    constexpr bool early = LOADS_DST_EARLY<TILES, is_backward>;
+    constexpr bool loads_early = LOADS_DST_EARLY<TILES, is_backward>;
     Share<T, TILES, is_backward> share;
     // These loads run while hidden is computed.
-    if (early) share.load_dst(list[0], sizes, begin, stride);
+    if (loads_early) share.load_dst(list[0], sizes, begin, stride);
     share.load_factor(list[0], sizes, begin, stride);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; i++) compute_hidden<T, TILES, is_backward>(list[i], sizes, parts, hidden[i]);
     while (begin < sizes.outer) {
-        if (!early) share.load_dst(list[0], sizes, begin, stride);
+        if (!loads_early) share.load_dst(list[0], sizes, begin, stride);
         float sums[PIECES][4][4] = {};
         share.multiply(sums, hidden[0]);
 #pragma unroll 1
@@ -257,7 +257,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
         share.store(sums, list[0].dst, sizes, begin, stride);
         begin += PIECES * stride;
         if (begin < sizes.outer) {
-            if (early) share.load_dst(list[0], sizes, begin, stride);
+            if (loads_early) share.load_dst(list[0], sizes, begin, stride);
             share.load_factor(list[0], sizes, begin, stride);
         }
     }

@@ -35,6 +35,7 @@ struct LowRankFactors {
     // The index of the product to which block `index` belongs: the number of `ends` that are at most `index`, by binary search.
     __device__ __forceinline__ uint32_t find(uint32_t index) const {
         uint32_t found = 0;
+        // The first step is the largest power of two below MOST_PRODUCTS.
 #pragma unroll
         for (uint32_t step = 32; step > 0; step /= 2)
             if (found + step < MOST_PRODUCTS && index >= ends[found + step - 1]) found += step;

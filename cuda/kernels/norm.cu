@@ -141,10 +141,10 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         const Affine affine{weight, KIND == Kind::RMS ? nullptr : bias, affine_f32 != 0};                              \
-        const Acc<T> added = static_cast<Acc<T>>(eps);                                                                 \
+        const Acc<T> epsilon = static_cast<Acc<T>>(eps);                                                               \
         if (len % WIDE<T> == 0 && are_wide(x, residual, sum, y) && are_wide(affine.weight, affine.bias))               \
-            forward<T, WIDE<T>, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);     \
-        else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);          \
+            forward<T, WIDE<T>, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, epsilon, shared);   \
+        else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, epsilon, shared);        \
     }
 
 // dx = rstd · (g·w - E(g·w) - x̂ · E(g·w·x̂)) + before. Here g = grad, w = weight (1 + weight in modulated_layer_norm),

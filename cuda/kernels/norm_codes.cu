@@ -49,7 +49,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
 } // namespace
 
 // add_layer_norm_codes writes sum = x + residual, rounded to T, the codes (rows, len) and scales (rows) of the layer norm of `sum`, and
-// mean and rstd as in norm.cu. The codes are int8 if `is_int8` is 1, otherwise float8 (e4m3). Launch: as for the forward pass of norm.cu.
+// mean and rstd as in norm.cu. The codes are int8 if `is_int8` is 1, otherwise e4m3. Launch: as for the forward pass of norm.cu.
 #define DEFINE_NORM_CODES(SUFFIX, T)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(TEAM, 2) add_layer_norm_codes_##SUFFIX(                                               \
         const T *x, const T *residual, T *sum, const void *weight, const void *bias, float *mean, float *rstd, uint64_t rows,          \

@@ -122,10 +122,10 @@ struct AdamBlocks {
                 const float ratio = __fdiv_rn(m_new, __fadd_rn(__fsqrt_rn(v_new), at.eps));
                 const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
                 // False if the gradient is infinite or NaN, or if the new v is infinite.
-                const bool finite = v_new <= 3.402823466e38f;
-                if (finite) quads[q].params[k] = p_new;
-                m[q][k] = finite ? m_new : 0.0f;
-                v[q][k] = finite ? v_new : 0.0f;
+                const bool is_finite = v_new <= 3.402823466e38f;
+                if (is_finite) quads[q].params[k] = p_new;
+                m[q][k] = is_finite ? m_new : 0.0f;
+                v[q][k] = is_finite ? v_new : 0.0f;
             }
             quads[q].store(round.at(piece, number, index_of(q, lane)));
         }
@@ -161,9 +161,9 @@ struct LionBlocks {
                 const float g = __fmul_rn(quads[q].grads[k], at.gain), old = momentum.decode(tables.momentum, q, k);
                 const float direction = __fmaf_rn(at.gain1, g, __fmul_rn(old, at.beta1));
                 const float m_new = __fmaf_rn(at.gain2, g, __fmul_rn(old, at.beta2));
-                const bool finite = isfinite(g);
-                if (finite) quads[q].params[k] = lion_descend(at, quads[q].params[k], direction);
-                m[q][k] = finite ? m_new : 0.0f;
+                const bool is_finite = isfinite(g);
+                if (is_finite) quads[q].params[k] = lion_descend(at, quads[q].params[k], direction);
+                m[q][k] = is_finite ? m_new : 0.0f;
             }
             quads[q].store(round.at(piece, number, index_of(q, lane)));
         }

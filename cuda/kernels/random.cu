@@ -8,7 +8,7 @@
 #include "philox.cuh"
 
 // The upper 24 of 32 random bits, as a number in [0, 1). f32 represents every such number exactly.
-__device__ __forceinline__ float unit(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
+__device__ __forceinline__ float unit_interval(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
 // Writes four values to y from element `first` on, without those beyond the end of y.
 __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
@@ -27,7 +27,7 @@ extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, 
     const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = float(low + (high - low) * double(unit(words[i])));
+    for (int i = 0; i < 4; ++i) values[i] = float(low + (high - low) * double(unit_interval(words[i])));
     write(y, n, block * 4, values);
 }
 
@@ -43,9 +43,9 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
         // With u in [0, 1), 1 - u is in (0, 1], so the logarithm is finite.
-        const double radius = sqrt(-2.0 * log(1.0 - double(unit(words[i]))));
+        const double radius = sqrt(-2.0 * log(1.0 - double(unit_interval(words[i]))));
         double sine, cosine;
-        sincospi(2.0 * double(unit(words[i + 1])), &sine, &cosine);
+        sincospi(2.0 * double(unit_interval(words[i + 1])), &sine, &cosine);
         values[i] = float(mean + std * double(float(radius * cosine)));
         values[i + 1] = float(mean + std * double(float(radius * sine)));
     }

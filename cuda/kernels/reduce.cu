@@ -94,12 +94,12 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
 
 // `*_rows_*` takes `inner` only so that both kernels have the same arguments. Its value must be 1; the kernel does not read it.
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
-    extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
+    extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, \
                                                          uint64_t chunk, double divisor) {                             \
         follow();                                                                                                      \
         reduce_rows<F>(y, x, outer, n, chunk, divisor);                                                                \
     }                                                                                                                  \
-    extern "C" __global__ void NAME##_columns_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n,               \
+    extern "C" __global__ void NAME##_columns_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n,              \
                                                             uint64_t inner, uint64_t chunk, double divisor) {          \
         follow();                                                                                                      \
         reduce_columns<F>(y, x, outer, n, inner, chunk, divisor);                                                      \
@@ -117,14 +117,14 @@ REDUCTIONS(f32, float, bf16, __nv_bfloat16)
 
 // Whether `argmax` prefers element b at index j to element a at index i. It prefers NaN to numbers, and a larger number to a smaller one.
 // Of two equal numbers or two NaN, it prefers the one with the smaller index.
-template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R a, uint32_t i) {
+template <typename R> __device__ __forceinline__ bool is_preferred(R b, uint32_t j, R a, uint32_t i) {
     const bool a_nan = a != a, b_nan = b != b;
     if (a_nan || b_nan) return a_nan == b_nan ? j < i : b_nan;
     return b > a || (b == a && j < i);
 }
 
-// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), u32: the index, along the middle dimension, of the element that `before`
-// prefers to all others. n must be at least 1.
+// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), u32: the index, along the middle dimension, of the element that
+// `is_preferred` prefers to all others. n must be at least 1.
 // Launch: one warp for each element of y, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
@@ -137,13 +137,13 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
     Acc<T> value = widen(line[best * inner]);
     for (uint64_t i = lane + WARP; i < n; i += WARP) {
         const Acc<T> other = widen(line[i * inner]);
-        if (before(other, uint32_t(i), value, best)) value = other, best = uint32_t(i);
+        if (is_preferred(other, uint32_t(i), value, best)) value = other, best = uint32_t(i);
     }
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
         const Acc<T> other = __shfl_xor_sync(ALL_LANES, value, offset);
         const uint32_t at = __shfl_xor_sync(ALL_LANES, best, offset);
-        if (before(other, at, value, best)) value = other, best = at;
+        if (is_preferred(other, at, value, best)) value = other, best = at;
     }
     if (lane == 0) y[task] = best;
 }

@@ -327,7 +327,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         double eps,                                                                                                    \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
         follow();                                                                                                      \
-        HEAD_ROWS(T, x_token, x_sample);                                                                                               \
+        HEAD_ROWS(T, x_token, x_sample);                                                                               \
         const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);        \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
@@ -344,7 +344,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         uint32_t all_heads, uint32_t positions, uint32_t width,                                                        \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
         follow();                                                                                                      \
-        HEAD_ROWS(T, dx_token, dx_sample);                                                                                               \
+        HEAD_ROWS(T, dx_token, dx_sample);                                                                             \
         const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin); \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \

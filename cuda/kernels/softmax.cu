@@ -77,12 +77,12 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
                                                    uint32_t len) {
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * len;
-        const Acc<T> g = widen(grad[row]), by = exact[row] == -infinity<Acc<T>>() ? Acc<T>(0) : exact[row];
+        const Acc<T> g = widen(grad[row]), shift = exact[row] == -infinity<Acc<T>>() ? Acc<T>(0) : exact[row];
         for (uint64_t at = threadIdx.x * static_cast<uint64_t>(N); at < len; at += blockDim.x * N) {
             const auto pack = load_pack<N>(start + at);
             Acc<T> result[N];
 #pragma unroll
-            for (int i = 0; i < N; i++) result[i] = g * exponential<T>(widen(pack.values[i]) - by);
+            for (int i = 0; i < N; i++) result[i] = g * exponential<T>(widen(pack.values[i]) - shift);
             store_pack(dx + row * len + at, narrow_pack<T>(result));
         }
     }
