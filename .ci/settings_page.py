@@ -16,7 +16,7 @@ from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
 from trainable_candle.settings import Setting, TrainConfig, flag, group_of, settings
 from trainable_candle.settings.sections import SECTIONS
-from trainable_candle.settings.training import OF_RUNS
+from trainable_candle.settings.training import RUN_ARGUMENTS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 # Parameters of optimizers and schedules that the sections of `arguments` leave out: settings with
@@ -89,10 +89,9 @@ def arguments(arguments_flag: str, chosen_by: str, kinds: dict[str, Any]) -> str
         f"The arguments that `{arguments_flag} name=value …` accepts, with their defaults.\n",
     ]
     lines += [f"| `{chosen_by}` | |", "|---|---|"]
-    lines += [
-        f"| {code(name)} | {', '.join(with_defaults(kind, OF_RUNS.get(name, {}))) or 'none'} |"
-        for name, kind in kinds.items()
-    ]
+    for name, kind in kinds.items():
+        defaults = ", ".join(with_defaults(kind, RUN_ARGUMENTS.get(name, {})))
+        lines.append(f"| {code(name)} | {defaults or 'none'} |")
     return "\n".join(lines)
 
 

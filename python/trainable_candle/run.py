@@ -30,7 +30,7 @@ from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
-from trainable_candle.tasks.budget import KEPT, find_budget, is_open, make_plan
+from trainable_candle.tasks.budget import KEPT_ON_RESUME, find_budget, is_open, make_plan
 from trainable_candle.tasks.checks import require_apart
 from trainable_candle.tasks.pinned import probed
 from trainable_candle.tasks.w8a8 import multiplying_codes
@@ -263,7 +263,7 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
             "--name, or move the file"
         )
     earlier = state.settings if state else {}
-    planned = {name: earlier[name] for name in KEPT if earlier.get(name) is not None}
+    planned = {name: earlier[name] for name in KEPT_ON_RESUME if earlier.get(name) is not None}
     kept = {name: value for name, value in planned.items() if is_open(config, name)}
     # Without a checkpoint, clear `resume`, so that checks and estimates are those of a new run.
     return start, step, config.with_(**kept, resume=config.resume if start else None)

@@ -171,7 +171,7 @@ class Session:
             self._optimizer,
             self._batches,
             inputs=self._train.inputs,
-            weigh=self._train.weight if self._task.weighs else None,
+            weigh=self._train.weight if self._task.weighs_batches else None,
             cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
             steps=config.steps,
             scheduler=make_scheduler(config, self._optimizer),

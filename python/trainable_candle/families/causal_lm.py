@@ -156,7 +156,7 @@ class CausalLM:
         """Estimate the memory of a run with packed rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets, self.formats)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
-        phases = {**trained.start, "training": trained.items}
+        phases = {**trained.early_phases, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     @cached_property

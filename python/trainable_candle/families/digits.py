@@ -178,7 +178,7 @@ class Digits(LatentFamily):
             count = len(data.train) + len(data.validation or ())
             # Grey pixels in f32.
             trained.items.append(Item("images", "", 4 * count * SIDE**2))
-        phases = {**trained.start, "training": trained.items}
+        phases = {**trained.early_phases, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:

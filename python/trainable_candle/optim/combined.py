@@ -19,7 +19,12 @@ __all__ = ["ChainedScheduler", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"
 
 
 class _Combined(ChainableScheduler):
-    """The base of schedulers that combine several schedulers of one optimizer."""
+    """The base of schedulers that combine several schedulers of one optimizer.
+
+    As in every `ChainableScheduler`, `_first` takes the rates that the scheduler starts from and
+    returns those of epoch 0; `_next` takes the rates of the previous epoch and returns those of
+    epoch `last_epoch`.
+    """
 
     @explained
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[object]) -> None:
@@ -156,6 +161,7 @@ class SequentialLR(_Combined):
     def _next(self, lrs: list[float]) -> list[float]:
         del lrs
         index = bisect_right(self.milestones, self.last_epoch)
+        # A milestone is epoch 0 of the scheduler that begins there.
         if index and self.milestones[index - 1] == self.last_epoch:
             self._schedulers[index].restart()
         else:
@@ -191,6 +197,7 @@ class OneCycleLR(ChainableScheduler):
             times.
     """
 
+    # `_next` computes the rates from `last_epoch` alone, without the rates of the previous epoch.
     _is_closed = True
 
     @explained

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainable_candle._core import Optimizer, Tensor
 from trainable_candle.errors import ArgumentError
 
-__all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
+__all__ = ["GroupedOptimizer", "ParamGroup", "iterators_to_lists", "set_groups"]
 
 
 _INSTEAD = {
@@ -124,13 +124,13 @@ def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, 
 
     Args:
         optimizer: The optimizer.
-        params: The variables or groups that the optimizer was made from, from `listed`.
+        params: The variables or groups that the optimizer was made from, from `iterators_to_lists`.
         settings: The hyper-parameters of groups that do not set them.
     """
-    optimizer._groups = _groups_of(params, settings)  # noqa: SLF001 - the class is of this file
+    optimizer._groups = _groups_of(params, settings)  # noqa: SLF001 - the class is in this file
 
 
-def listed(params: Any) -> Any:
+def iterators_to_lists(params: Any) -> Any:
     """Return an optimizer's argument `params` with lists in place of iterators.
 
     The optimizer and `set_groups` both read `params`, and an iterator can be read only once. An
@@ -146,7 +146,7 @@ def listed(params: Any) -> Any:
     if isinstance(params, (Mapping, Tensor)) or not isinstance(params, Iterable):
         return params
     return [
-        {**item, "params": listed(item["params"])}
+        {**item, "params": iterators_to_lists(item["params"])}
         if isinstance(item, Mapping) and "params" in item
         else item
         for item in params

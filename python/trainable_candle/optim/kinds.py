@@ -6,11 +6,11 @@ from typing import Any
 
 from trainable_candle._copies import reject
 from trainable_candle._core import Optimizer, optimizer_kinds
-from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
+from trainable_candle.optim.groups import GroupedOptimizer, iterators_to_lists, set_groups
 
 _IGNORED = ("fused", "foreach")
 """Arguments of torch's optimizers that are accepted and ignored, because every step is fused."""
-_OF_ALL = {"stochastic_rounding": False, "states": "device"}
+_OPTIMIZER_WIDE = {"stochastic_rounding": False, "states": "device"}
 """Arguments that every optimizer has and that hold for all its groups, with their defaults."""
 
 
@@ -21,7 +21,7 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
         by_position = index < positional
         passing = Parameter.POSITIONAL_OR_KEYWORD if by_position else Parameter.KEYWORD_ONLY
         parameters.append(Parameter(argument, passing, default=default))
-    for argument, default in _OF_ALL.items():
+    for argument, default in _OPTIMIZER_WIDE.items():
         parameters.append(Parameter(argument, Parameter.KEYWORD_ONLY, default=default))
     signature = Signature(parameters)
 
@@ -31,11 +31,13 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
                 raise TypeError(f"{name}: {flag} is {value!r}, expected True, False or None")
         try:
             settings = signature.bind(*args, **kwargs).arguments
-            params = listed(settings.pop("params"))
+            params = iterators_to_lists(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        of_all = {argument: settings.pop(argument, value) for argument, value in _OF_ALL.items()}
-        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, **of_all)
+        optimizer_wide = {
+            argument: settings.pop(argument, value) for argument, value in _OPTIMIZER_WIDE.items()
+        }
+        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, **optimizer_wide)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
 

@@ -1,6 +1,7 @@
 """Learning-rate schedules.
 
-The functions return an `LRScheduler` with a warm-up and the formulas of the package transformers.
+The functions `constant`, `cosine`, `linear` and `polynomial` return an `LRScheduler` with a
+warm-up, by the formulas of the package transformers.
 All classes except `LRScheduler` and `ChainableScheduler` have torch's names and formulas.
 
 ```python

@@ -1,4 +1,4 @@
-"""Settings of the adapters: their kind, layers and files, and the layer of CLIP."""
+"""Settings of the adapters: their kind, layers and files; also the layer of CLIP to read."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Adapter(Group):
         Condition(
             ("rank", "alpha"),
             lambda c: c.adapter != OFT,
-            "a low-rank adapter, such as lora",
-            "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead",
+            complaint=(
+                "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead"
+            ),
         ),
         Condition(("qat_activations",), lambda c: c.qat in EIGHT_BITS, "--qat int8 or fp8"),
     )

@@ -65,16 +65,20 @@ def _value(name: str, argument: str, value: str) -> Any:
 
 
 def check_names(
-    name: str, given: Collection[str], of: str, function: Callable[..., Any], own: dict[str, str]
+    name: str,
+    given: Collection[str],
+    function_name: str,
+    function: Callable[..., Any],
+    flags: dict[str, str],
 ) -> None:
     """Check that a function takes these arguments.
 
     Args:
         name: the name of the setting.
         given: the names of the arguments.
-        of: what the error message calls the function.
+        function_name: what the error message calls the function.
         function: the function.
-        own: maps each argument that has a setting of its own to the flag of that setting.
+        flags: maps each argument that has a setting of its own to the flag of that setting.
 
     Raises:
         ConfigError: the function has no argument of a given name (the message names those that it
@@ -82,10 +86,10 @@ def check_names(
             flag).
     """
     # `params` is the optimizer's list of variables, which the run passes.
-    known = [key for key in signature(function).parameters if key not in {*own, "params"}]
+    known = [key for key in signature(function).parameters if key not in {*flags, "params"}]
     for key in given:
-        if key in own:
-            raise ConfigError(f"{name}: `{key}` has a setting of its own: give {own[key]}")
+        if key in flags:
+            raise ConfigError(f"{name}: `{key}` has a setting of its own: give {flags[key]}")
         if key not in known:
             hint = nearest(key, known) if known else "; it takes no arguments"
-            raise ConfigError(f"{name}: {of} has no `{key}`{hint}")
+            raise ConfigError(f"{name}: {function_name} has no `{key}`{hint}")

@@ -52,7 +52,8 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
 def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[str]]]:
     """Return the conditions that do not hold, with the settings that therefore have no effect.
 
-    Settings that have their default values do not count, nor do conditions without any setting.
+    Settings that have their default values do not count. A condition that is only about such
+    settings is left out.
     """
     # Leave out False, 0 and empty values of settings whose default is None (undecided): such a
     # value turns something off, which always has an effect.
@@ -70,12 +71,13 @@ def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[s
 
 
 def _check_effects(config: TrainConfig) -> None:
-    idle: dict[str, list[str]] = {}
+    """Raise the error for the settings without effect, if there are any."""
+    flags_by_needed: dict[str, list[str]] = {}
     for condition, names in settings_without_effect(config):
         if condition.complaint is not None:
             raise ConfigError(condition.complaint)
-        idle.setdefault(condition.needed, []).extend(flag(name) for name in names)
-    for needed, flags in idle.items():
+        flags_by_needed.setdefault(condition.needed, []).extend(flag(name) for name in names)
+    for needed, flags in flags_by_needed.items():
         verb, them = ("has", "it") if len(flags) == 1 else ("have", "them")
         raise ConfigError(
             f"{', '.join(flags)} {verb} no effect without {needed}; give that, or leave {them} out"
@@ -139,5 +141,5 @@ def _is_free(name: str, values: Mapping[str, object]) -> bool:
     """Return whether a name is that of a setting that does not change the results."""
     if name not in settings():
         return False
-    free = settings()[name][1].free
-    return free(values) if callable(free) else free
+    _, setting = settings()[name]
+    return setting.free(values) if callable(setting.free) else setting.free

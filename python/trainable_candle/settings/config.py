@@ -31,7 +31,7 @@ from trainable_candle.settings.objective import (
     NoiseLevels,
     NoisePrediction,
 )
-from trainable_candle.settings.paths import inward, outward
+from trainable_candle.settings.paths import paths_for_file, paths_from_file
 from trainable_candle.settings.presets import PRESET
 from trainable_candle.settings.previews import Denoising, Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
@@ -152,7 +152,7 @@ class TrainConfig(
         """
         values = asdict(self)
         for name in _paths():
-            values[name] = outward(name, values[name], folder)
+            values[name] = paths_for_file(name, values[name], folder)
         return values
 
     def located(self) -> TrainConfig:
@@ -161,7 +161,7 @@ class TrainConfig(
         Names of models and data sets on the hub are kept.
         """
         here, values = Path.cwd(), asdict(self)
-        absolute = {name: inward(name, values[name], here) for name in _paths()}
+        absolute = {name: paths_from_file(name, values[name], here) for name in _paths()}
         may_be_on_hub = {"weights", "dataset"}
         return self.with_(
             **{
@@ -209,7 +209,7 @@ def read_settings(path: str | bytes | Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error}") from None
     for name in _paths():
         if name in values:
-            values[name] = inward(name, values[name], file.parent)
+            values[name] = paths_from_file(name, values[name], file.parent)
     return values
 
 
@@ -237,10 +237,10 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values in nested mappings; names are joined by dots: `network.linear`."""
     for key, value in values.items():
-        name = f"{before}{key}"
+        name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}.")
         else:
@@ -260,7 +260,7 @@ def _synonyms() -> dict[str, str]:
 @cache
 def _paths() -> tuple[str, ...]:
     """Return the names of the settings that may have paths as values."""
-    # `inward` and `outward` change only those sample prompts that name a file.
+    # `paths_from_file` and `paths_for_file` change only those sample prompts that name a file.
     return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 
 
@@ -268,6 +268,7 @@ def _paths() -> tuple[str, ...]:
 def settings() -> dict[str, tuple[Any, Setting]]:
     """Return the type and the `Setting` of every setting of `TrainConfig`, by name."""
     hints = get_type_hints(TrainConfig, include_extras=True)
+    # The arguments of `Annotated[str, Setting(...)]` are the type and the `Setting`.
     return {item.name: get_args(hints[item.name]) for item in fields(TrainConfig)}
 
 

@@ -30,8 +30,9 @@ class Files(Group):
         Condition(
             ("save_every",),
             lambda c: c.save_every_epochs is None,
-            "",
-            "--save-every and --save-every-epochs both say when to save; give one of the two",
+            complaint=(
+                "--save-every and --save-every-epochs both say when to save; give one of the two"
+            ),
         ),
     )
     contradictions: ClassVar = (_no_file_name,)

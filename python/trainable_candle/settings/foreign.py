@@ -25,9 +25,9 @@ _ONETRAINER: Final = (
 )
 
 
-def _give(flags: str) -> str:
-    """Return advice to give these flags, or another thing that `flags` describes."""
-    return f"has no counterpart of the same form: give {flags}"
+def _give(replacement: str) -> str:
+    """Return advice to give `replacement`: flags, or a description of something else."""
+    return f"has no counterpart of the same form: give {replacement}"
 
 
 _KOHYA: Final = {
@@ -142,6 +142,7 @@ _KOHYA: Final = {
     "metadata_title": _give("--name"),
     "no_metadata": _NONE,
 }
+"""Flags of kohya's scripts, and some settings of further tools -> advice; see `INSTEAD`."""
 _ONETRAINER_KEYS: Final = {
     "__version": _ONETRAINER,
     "training_method": _ONETRAINER,

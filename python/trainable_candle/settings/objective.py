@@ -149,15 +149,17 @@ class Flow(Group):
         Condition(
             ("resolution_shift",),
             lambda c: c.timestep_shift is None,
-            "",
-            "--resolution-shift replaces the model's shift by one that depends on the size of an "
-            "image, and --timestep-shift replaces it by a constant; give one of the two",
+            complaint=(
+                "--resolution-shift replaces the model's shift by one that depends on the size of "
+                "an image, and --timestep-shift replaces it by a constant; give one of the two"
+            ),
         ),
         Condition(
             ("loss_weighting",),
             lambda c: c.min_snr_gamma is None,
-            "",
-            "--loss-weighting and --min-snr-gamma both weigh noise levels; give one of the two",
+            complaint=(
+                "--loss-weighting and --min-snr-gamma both weigh noise levels; give one of the two"
+            ),
         ),
     )
 

@@ -18,11 +18,11 @@ AUTO: Final = "auto"
 
 Job schedulers can then repeat the same command.
 """
-PROMPTS: Final = (".txt",)
+PROMPT_ENDINGS: Final = (".txt",)
 """Endings of prompt files. The path of such a file may be given in place of a prompt."""
 
 
-def inward(name: str, value: Any, folder: Path) -> Any:
+def paths_from_file(name: str, value: Any, folder: Path) -> Any:
     """Make paths that are relative to a settings file's folder relative to the current folder.
 
     If `folder` is absolute, the paths become absolute. Absolute paths do not change, nor do values
@@ -46,8 +46,8 @@ def inward(name: str, value: Any, folder: Path) -> Any:
     return _each(name, value, change)
 
 
-def outward(name: str, value: Any, folder: Path) -> Any:
-    """Make paths relative to `folder`, the folder of a settings file; inverts `inward`.
+def paths_for_file(name: str, value: Any, folder: Path) -> Any:
+    """Make paths relative to `folder`, the folder of a settings file; inverts `paths_from_file`.
 
     Absolute paths do not change, except for the path in `output`: the output folder moves with the
     file.
@@ -63,9 +63,9 @@ def outward(name: str, value: Any, folder: Path) -> Any:
     return _each(name, value, change)
 
 
-def is_prompts(text: str) -> bool:
+def is_prompt_file(text: str) -> bool:
     """Return whether a text given as a prompt is the path of a prompt file, by its ending."""
-    return text.lower().endswith(PROMPTS)
+    return text.lower().endswith(PROMPT_ENDINGS)
 
 
 def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
@@ -76,7 +76,7 @@ def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
             return item
         if name == "resume" and item in {LATEST, AUTO}:
             return item
-        if name == "sample_prompts" and not is_prompts(item):
+        if name == "sample_prompts" and not is_prompt_file(item):
             return item
         return change(item)
 

@@ -12,7 +12,7 @@ SAMPLERS: Final = ("euler", "dpmpp_2m")
 
 
 def _needs_prompts(*names: str) -> Condition:
-    """Return the condition that settings have no effect without prompts."""
+    """Return the condition for settings that have no effect without prompts."""
     return Condition(names, lambda c: bool(c.sample_prompts), "--sample-prompts")
 
 
@@ -71,8 +71,10 @@ class Previews(Group):
         Condition(
             ("sample_every",),
             lambda c: c.sample_every_epochs is None,
-            "",
-            "--sample-every and --sample-every-epochs both say when to draw; give one of the two",
+            complaint=(
+                "--sample-every and --sample-every-epochs both say when to draw; give one of the "
+                "two"
+            ),
         ),
     )
 

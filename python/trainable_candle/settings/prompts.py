@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.settings.paths import is_prompts
+from trainable_candle.settings.paths import is_prompt_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
     """
     found: list[str] = []
     for prompt in prompts:
-        if not is_prompts(prompt):
+        if not is_prompt_file(prompt):
             if prompt.lower().endswith(_UNREAD) and Path(prompt).expanduser().is_file():
                 raise ConfigError(
                     f"{setting}: prompts are not read from {prompt}; write a .txt file with one "
@@ -48,8 +48,9 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
             raise ConfigError(f"{setting}: {path} is a folder, expected a file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: {path} cannot be read as text: {error}") from None
-        kept = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-        if not kept:
+        stripped = [line.strip() for line in lines]
+        in_file = [line for line in stripped if line and not line.startswith("#")]
+        if not in_file:
             raise ConfigError(f"{setting}: {path} has no prompt; expected one on each line")
-        found += kept
+        found += in_file
     return found

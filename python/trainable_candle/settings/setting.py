@@ -73,7 +73,7 @@ class Condition(NamedTuple):
     """The names of the settings."""
     holds: Callable[[Any], bool]
     """Takes the whole configuration; returns whether the condition holds."""
-    needed: str
+    needed: str = ""
     """The flags that make the condition hold, for the message "... has no effect without ..."; not
     used if there is a `complaint`."""
     complaint: str | None = None

@@ -35,9 +35,10 @@ class Texts(Group):
         Condition(
             ("lora_dropout",),
             lambda c: c.objective == "sft",
-            "",
-            "--lora-dropout: --objective dpo compares the model with the base, and dropout would "
-            "change only one of them; leave --lora-dropout out",
+            complaint=(
+                "--lora-dropout: --objective dpo compares the model with the base, and dropout "
+                "would change only one of them; leave --lora-dropout out"
+            ),
         ),
     )
     contradictions: ClassVar = (_dpo_contradiction,)

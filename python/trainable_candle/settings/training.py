@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
-OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
+RUN_ARGUMENTS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
 """Arguments that a run gives to an optimizer, by the optimizer's name. Muon's updates get the size
 of AdamW's updates, because the default learning rates are chosen for AdamW."""
 
@@ -69,14 +69,18 @@ def _wrong_arguments(config: Any) -> str | None:
         config.weight_decay != Training.weight_decay
     ):
         return "--weight-decay and --optimizer-args both set the weight decay; give one"
-    own = {
+    optimizer_flags = {
         "lr": "--learning-rate",
         "stochastic_rounding": "--stochastic-rounding",
         "states": "--optimizer-states",
     }
-    check_names("optimizer_args", of_optimizer, config.optimizer, kind, own)
-    own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
-    check_names("lr_scheduler_args", of_schedule, config.lr_scheduler, schedule, own)
+    check_names("optimizer_args", of_optimizer, config.optimizer, kind, optimizer_flags)
+    schedule_flags = {
+        "optimizer": "--optimizer",
+        "total_steps": "--steps",
+        "warmup_steps": "--warmup-steps",
+    }
+    check_names("lr_scheduler_args", of_schedule, config.lr_scheduler, schedule, schedule_flags)
     setting = "optimizer_args"
     try:
         optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **of_optimizer)
@@ -150,8 +154,7 @@ class Training(Group):
         Condition(
             ("steps",),
             lambda c: c.epochs is None,
-            "",
-            "--epochs and --steps both say how long to train; give one of the two",
+            complaint="--epochs and --steps both say how long to train; give one of the two",
         ),
         Condition(
             ("lora_plus_ratio",),
@@ -291,16 +294,16 @@ class Training(Group):
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """The optimizer's arguments by name: `weight_decay`, `OF_RUNS` and `optimizer_args`.
+        """The optimizer's arguments by name: `weight_decay`, `RUN_ARGUMENTS` and `optimizer_args`.
 
         If two of these give an argument, the later one counts.
 
         Raises:
             ConfigError: see `parsed`.
         """
-        of_run = OF_RUNS.get(self.optimizer, {})
+        run_arguments = RUN_ARGUMENTS.get(self.optimizer, {})
         given = parsed("optimizer_args", self.optimizer_args)
-        return {"weight_decay": self.weight_decay, **of_run, **given}
+        return {"weight_decay": self.weight_decay, **run_arguments, **given}
 
     @property
     def lr_scheduler_arguments(self) -> dict[str, Any]:

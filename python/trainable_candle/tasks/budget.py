@@ -15,7 +15,7 @@ from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.machine import DEVICE, HOST, SAME
-from trainable_candle.tasks import partial_checkpointing as parts
+from trainable_candle.tasks import partial_checkpointing as first_blocks
 from trainable_candle.tasks.choices import (
     BLOCKS,
     CHECKPOINTING,
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 _BATCH: Final = "batch_size"
 _ACCUMULATION: Final = "gradient_accumulation"
-_OF_BATCH: Final = (CHECKPOINTING, parts.PART, PRECISION, TEXTS, MODULATION, BLOCKS, STATES)
+_OF_BATCH: Final = (CHECKPOINTING, first_blocks.COUNT, PRECISION, TEXTS, MODULATION, BLOCKS, STATES)
 """The settings that a plan chooses for a given batch size."""
 PLANNED: Final = (*_OF_BATCH, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
-KEPT: Final = (PRECISION, TEXTS, _BATCH)
+KEPT_ON_RESUME: Final = (PRECISION, TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {CHECKPOINTING: "none", PRECISION: SAME, TEXTS: SAME, STATES: DEVICE}
 """The values of open settings if memory suffices. The other settings then stay None: nothing is
@@ -107,32 +107,33 @@ class Budget:
         """Bytes of `memory` that a plan may fill."""
         return self.memory * (1 - self.margin)
 
-    def host_need(self, found: Estimate) -> float:
+    def host_need(self, estimate: Estimate) -> float:
         """Return the bytes of host memory of each process, with its share of streamed weights.
 
         Weights that are streamed from other GPUs count, too: they take host memory while a model is
         loaded.
         """
-        streamed = _streamed(found) if found.host else 0
-        return found.host - streamed + streamed / self.sharing
+        streamed = _streamed(estimate) if estimate.host else 0
+        return estimate.host - streamed + streamed / self.sharing
 
-    def can_pin(self, found: Estimate) -> bool:
+    def can_pin(self, estimate: Estimate) -> bool:
         """Return whether the host can pin the optimizer's states and the offloaded inputs.
 
         They share the memory that can be pinned with the streamed weights.
         """
-        if found.work is None:
+        if estimate.work is None:
             return True
         shared = self.sharing > 1
-        return can_pin(found.work, self._pinnable(found), self.pinned, shared=shared)
+        return can_pin(estimate.work, self._pinnable(estimate), self.pinned, shared=shared)
 
-    def pinned_need(self, found: Estimate) -> float:
+    def pinned_need(self, estimate: Estimate) -> float:
         """Return the bytes that each process pins, with its share of the streamed weights."""
-        if found.work is None:
+        work = estimate.work
+        if work is None:
             return 0.0
-        return self._pinnable(found) / self.sharing + found.work.states + found.work.offloaded
+        return self._pinnable(estimate) / self.sharing + work.states + work.offloaded
 
-    def paced(self, found: Estimate) -> Rates:
+    def paced(self, estimate: Estimate) -> Rates:
         """Return the GPU's rates, with the rate at which the run copies streamed weights.
 
         The rates of an unknown GPU are those of `ANY_GPU`.
@@ -140,12 +141,12 @@ class Budget:
         rates = self.rates or ANY_GPU
         if self.peers is not None:
             return with_peers(rates, self.peers)
-        share = ring_share(self._pinnable(found), self.pinned, shared=self.sharing > 1)
+        share = ring_share(self._pinnable(estimate), self.pinned, shared=self.sharing > 1)
         return with_ring(rates, share)
 
-    def _pinnable(self, found: Estimate) -> float:
+    def _pinnable(self, estimate: Estimate) -> float:
         """Return the bytes of the streamed weights that are in host memory."""
-        return _streamed(found) if self.peers is None else 0
+        return _streamed(estimate) if self.peers is None else 0
 
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
@@ -316,25 +317,25 @@ def make_plan(
         return _plan_batch(config, groups, budget, estimate)
     # With an effective batch, the accumulation in `config` is that of batches of one sample: it is
     # the number of samples in a step of this process.
-    in_step = None if config.effective_batch is None else config.gradient_accumulation
+    step_samples = None if config.effective_batch is None else config.gradient_accumulation
 
-    def of_batch(samples_each: int) -> dict[str, int]:
-        accumulation = {} if in_step is None else {_ACCUMULATION: in_step // samples_each}
-        return {_BATCH: samples_each, **accumulation}
+    def batch_settings(batch: int) -> dict[str, int]:
+        accumulation = {} if step_samples is None else {_ACCUMULATION: step_samples // batch}
+        return {_BATCH: batch, **accumulation}
 
-    best = _plan_batch(config.with_(**of_batch(1)), groups, budget, estimate)
-    for samples_each in _BATCHES:
-        divides = in_step is None or in_step % samples_each == 0
-        if samples_each > samples or not config.on_gpu or not divides:
+    best = _plan_batch(config.with_(**batch_settings(1)), groups, budget, estimate)
+    for batch in _BATCHES:
+        divides = step_samples is None or step_samples % batch == 0
+        if batch > samples or not config.on_gpu or not divides:
             break
         try:
-            larger = _plan_batch(config.with_(**of_batch(samples_each)), groups, budget, estimate)
+            larger = _plan_batch(config.with_(**batch_settings(batch)), groups, budget, estimate)
         except OutOfMemoryError:
             break
         if _sample_cost(larger, budget) > _GAIN * _sample_cost(best, budget):
             break
         best = larger
-    return replace(best, chosen={**of_batch(best.config.batch_size), **best.chosen})
+    return replace(best, chosen={**batch_settings(best.config.batch_size), **best.chosen})
 
 
 def _sample_cost(plan: Plan, budget: Budget) -> float:
@@ -351,7 +352,7 @@ def _plan_batch(
     """Make the plan for a given batch size; see `make_plan`."""
     names = [name for name in _OF_BATCH if is_open(config, name) and group_of(name) in groups]
     # On the CPU, host memory is the only memory. A policy that the user gives is for all blocks.
-    idle = {STATES: not config.on_gpu, parts.PART: CHECKPOINTING not in names}
+    idle = {STATES: not config.on_gpu, first_blocks.COUNT: CHECKPOINTING not in names}
     names = [name for name in names if not idle.get(name)]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
@@ -364,18 +365,19 @@ def _plan_batch(
     if _fits(first, budget):
         return first
     work = first.estimate.work
-    blocks = work.checkpointed if work is not None and parts.PART in names else 0
+    blocks = work.checkpointed if work is not None and first_blocks.COUNT in names else 0
+    fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
     for texts in text_formats(work) if TEXTS in names else (SAME,):
         lists = ladders(config, names, work)
         with_texts = [[{**choice, TEXTS: texts} for choice in ladder] for ladder in lists]
         plans = _explored(with_texts, plan, budget, blocks)
-        fitting = [found for found in plans if _fits(found, budget)]
+        fitting = [found for found in plans if fits(found)]
         if fitting:
             best = min(fitting, key=lambda found: _cost(found, budget))
-            if blocks and best.config.checkpointing in parts.OF_PARTS:
+            if blocks and best.config.checkpointing in first_blocks.POLICIES:
                 choice = {name: getattr(best.config, name) for name in names}
-                best = parts.fewest(best, choice, plan, blocks, partial(_fits, budget=budget))
+                best = first_blocks.fewest(best, choice, plan, blocks, fits)
             most_cost, time = _WORTH * _cost(best, budget), step_seconds(best, budget)
             # A plan that costs less only because it does not round the base may be slower.
             faster = [
@@ -385,6 +387,7 @@ def _plan_batch(
             ]
             nearest = min(faster, key=lambda found: found.estimate.peak, default=None)
             return replace(best, nearest=nearest)
+    # No plan fits. `plans` are those with the last text format, which needs the least memory.
     fit_device = [found.estimate for found in plans if found.estimate.peak <= budget.planned]
     if fit_device:
         # These plans lack only host memory.
@@ -405,10 +408,10 @@ def _explored(
 
     The last choice of each list needs the least memory. If its plan fits into the device's memory,
     the earlier choices are planned, too, up to the first that fits. If the policy of the list can
-    be limited to the model's first blocks, the choices from that one on are also planned with
-    limited policies. A list with states in host memory is left out if a plan of an earlier list
-    fits and costs no more than the fastest plan of this list. Plans whose states cannot be pinned
-    are left out, too.
+    be limited to the model's first blocks, the first choice that fits and all choices after it are
+    also planned with limited policies. A list with states in host memory is left out if a plan of
+    an earlier list fits and costs no more than the fastest plan of this list. The result has no
+    plans whose states cannot be pinned.
 
     Args:
         lists: the result of `ladders`.
@@ -419,10 +422,11 @@ def _explored(
     fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
     for *earlier, least in lists:
-        in_parts = blocks > 0 and least[CHECKPOINTING] in parts.OF_PARTS
+        can_be_limited = blocks > 0 and least[CHECKPOINTING] in first_blocks.POLICIES
         if least[STATES] == HOST and earlier:
             # Streaming makes a step longer, and so does each block that is recomputed.
-            fastest = {**earlier[0], CHECKPOINTING: parts.OTHERS} if in_parts else earlier[0]
+            policy = first_blocks.OTHERS_POLICY if can_be_limited else least[CHECKPOINTING]
+            fastest = {**earlier[0], CHECKPOINTING: policy}
             costs = [_cost(found, budget) for found in plans if fits(found)]
             if costs and min(costs) <= _cost(plan(fastest), budget):
                 continue
@@ -431,17 +435,17 @@ def _explored(
             continue
         unlimited = list(_until_it_fits(map(plan, earlier), budget))
         plans += unlimited
-        if in_parts:
+        if can_be_limited:
             # The index of the first choice that fits; if no earlier choice fits, that of the last.
             start = sum(not fits(found) for found in unlimited)
-            best_cost = min(
-                (_cost(found, budget) for found in plans if fits(found)), default=math.inf
-            )
+            costs = [_cost(found, budget) for found in plans if fits(found)]
+            best_cost = min(costs, default=math.inf)
 
-            def is_worth_it(found: Plan, limit: float = parts.GAIN * best_cost) -> bool:
-                return _cost(parts.without_parts(found), budget) <= limit
+            def is_worth_it(found: Plan, limit: float = first_blocks.GAIN * best_cost) -> bool:
+                return _cost(first_blocks.without_recomputation(found), budget) <= limit
 
-            plans += parts.with_parts([*earlier, least][start:], plan, blocks, fits, is_worth_it)
+            ladder = [*earlier, least][start:]
+            plans += first_blocks.plans_along_border(ladder, plan, blocks, fits, is_worth_it)
     return [found for found in plans if _can_pin(found, budget)]
 
 
@@ -456,16 +460,16 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
             return
 
 
-def _streamed(found: Estimate) -> float:
+def _streamed(estimate: Estimate) -> float:
     """Return the bytes of all streamed weights."""
-    return found.work.streamed + found.work.modulation if found.work else 0
+    return estimate.work.streamed + estimate.work.modulation if estimate.work else 0
 
 
 def _fits(plan: Plan, budget: Budget) -> bool:
     """Return whether a plan fits into the device's memory, host memory and pinned memory."""
-    found = plan.estimate
-    in_host = budget.host_need(found) <= budget.host and _can_pin(plan, budget)
-    return found.peak <= budget.planned and in_host
+    estimate = plan.estimate
+    fits_host = budget.host_need(estimate) <= budget.host and _can_pin(plan, budget)
+    return estimate.peak <= budget.planned and fits_host
 
 
 def _can_pin(plan: Plan, budget: Budget) -> bool:

@@ -38,28 +38,31 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
             the setting to leave out if there is none.
     """
     form = config.format or formats[0]
-    start = f"--format {form} cannot represent"
+    problem = f"--format {form} cannot represent"
     others = [other for other in formats if other not in {form, "diffusers"}]
     instead = f"give --format {others[0]}" if others else "leave it out"
     if form not in formats:
         raise ConfigError(
-            f"{start} the layers of the model `{config.model}`; give --format {formats[0]}"
+            f"{problem} the layers of the model `{config.model}`; give --format {formats[0]}"
         )
     if form == "diffusers" and config.adapter not in {"lora", "dora"}:
-        raise ConfigError(f"{start} --adapter {config.adapter}; {instead}")
+        raise ConfigError(f"{problem} --adapter {config.adapter}; {instead}")
     if form in {"diffusers", "peft"} and (config.adapter, config.dora_axis) == ("dora", "input"):
-        able = next((other for other in formats if other in {"kohya", "comfyui"}), None)
-        instead = f"give --format {able}" if able else "leave --dora-axis out"
-        raise ConfigError(f"{start} --dora-axis input; {instead}")
+        alternative = next((other for other in formats if other in {"kohya", "comfyui"}), None)
+        instead = f"give --format {alternative}" if alternative else "leave --dora-axis out"
+        raise ConfigError(f"{problem} --dora-axis input; {instead}")
     # In peft's format, OFT rotates inputs; in every other format, it rotates outputs.
     side = oft_side(config, formats)
     if config.adapter == OFT and (form == "peft") != (side == "input"):
-        able = "peft" if side == "input" else next((o for o in others if o != "peft"), None)
-        instead = f"give --format {able}" if able in formats else "leave --oft-side out"
-        raise ConfigError(f"{start} --oft-side {side}; {instead}")
+        for_outputs = next((other for other in others if other != "peft"), None)
+        alternative = "peft" if side == "input" else for_outputs
+        instead = (
+            f"give --format {alternative}" if alternative in formats else "leave --oft-side out"
+        )
+        raise ConfigError(f"{problem} --oft-side {side}; {instead}")
     if form == "peft" and parts > 1:
         raise ConfigError(
-            f"{start} several parts of a model, which --train-text-encoder adapts; {instead}"
+            f"{problem} several parts of a model, which --train-text-encoder adapts; {instead}"
         )
 
 

@@ -55,6 +55,7 @@ def ladders(
             streamed.
     """
     formats = [SAME]
+    # Pairs of values for `stream_modulation` and `stream_blocks`.
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     # PiSSA decomposes unrounded weights in the device's memory: no rounding and no streaming.
     pissa = config.init == PISSA

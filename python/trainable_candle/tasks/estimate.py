@@ -188,7 +188,7 @@ class Trained:
     """The memory during training."""
     work: Work
     """The work of a micro-batch."""
-    start: Mapping[str, list[Item]]
+    early_phases: Mapping[str, list[Item]]
     """The memory in phases between encoding and training, by the name of the phase."""
     host: int
     """See `Estimate.host`."""
@@ -237,7 +237,7 @@ def trained_model(
         largest = max(map(math.prod, matrices), default=0) * itemsize
         items.append(Item(component, "dequantized weight", largest))
     host = int(work.streamed + work.modulation + work.offloaded + work.states)
-    start: dict[str, list[Item]] = {}
+    early_phases: dict[str, list[Item]] = {}
     if config.init == LOFTQ and not config.resume:
         # LoftQ reads the original weights on the host. On the CPU, that is the device's memory.
         original = facts.weight_bytes(config.precision)
@@ -245,8 +245,8 @@ def trained_model(
             host += original
         else:
             originals = Item(component, "original weights", original)
-            start["starting the adapter"] = [weights, adapters[0], originals]
-    return Trained(items, work, start, host if config.on_gpu else 0)
+            early_phases["starting the adapter"] = [weights, adapters[0], originals]
+    return Trained(items, work, early_phases, host if config.on_gpu else 0)
 
 
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
@@ -290,16 +290,18 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
-    kept = sum(counts)
+    elements = sum(counts)
     if config.recomputes_all:
         all_blocks = facts.blocks_to_checkpoint
         recomputed = config.checkpoint_blocks or all_blocks
-        kept = kept * (all_blocks - recomputed) // max(1, all_blocks) + kept // max(1, facts.blocks)
+        # The weights of the blocks that are not recomputed, and those of one recomputed block.
+        not_recomputed = elements * (all_blocks - recomputed) // max(1, all_blocks)
+        elements = not_recomputed + elements // max(1, facts.blocks)
     f32 = ITEM_BYTES["f32"]
     in_f32 = config.qat == "int4" or config.qat_learned_scales
     bytes_each = ITEM_BYTES[config.precision] + (f32 if in_f32 else 0)
     largest = max(counts, default=0)
-    return Item(component, "rounded weights", kept * bytes_each + 3 * f32 * largest)
+    return Item(component, "rounded weights", elements * bytes_each + 3 * f32 * largest)
 
 
 def _total(items: Iterable[Item]) -> int:

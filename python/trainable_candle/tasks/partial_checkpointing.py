@@ -1,6 +1,6 @@
 """Plans that recompute only the first blocks of a model; its other blocks are "selective".
 
-In this module, "recompute" means one of the policies `OF_PARTS`, which recompute whole blocks.
+In this module, "recompute" means one of `POLICIES`, which recompute whole blocks.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
     from trainable_candle.tasks.budget import Plan
 
-PART: Final = "checkpoint_blocks"
+COUNT: Final = "checkpoint_blocks"
 """The setting with the number of blocks, from the first on, that are recomputed; None: all."""
-OF_PARTS: Final = ("full", "offload")
-"""The policies that can be limited to the first blocks."""
+POLICIES: Final = ("full", "offload")
+"""The policies that recompute whole blocks; they can be limited to the first blocks."""
 GAIN: Final = 0.99
 """Plans that recompute only the first blocks are tried as long as they may shorten a step to this
 share of the shortest known time, or to less."""
-OTHERS: Final = "selective"
+OTHERS_POLICY: Final = "selective"
 """The policy of the blocks that are not among the first."""
 _SHARES: Final = 8
-"""`with_parts` tries eighths of all blocks; `fewest` then makes the chosen number as small as
-fits."""
+"""`plans_along_border` tries eighths of all blocks; `fewest` then makes the chosen number as small
+as fits."""
 
 
-def without_parts(found: Plan) -> Plan:
-    """Return the plan `found` as if it recomputed no block; its time is a lower bound."""
-    work = found.estimate.work
+def without_recomputation(plan: Plan) -> Plan:
+    """Return the plan as if it recomputed no block; its time is a lower bound."""
+    work = plan.estimate.work
     if work is None:
-        return found
+        return plan
     work = replace(work, recomputed=0.0, offloaded=0.0)
-    return replace(found, estimate=replace(found.estimate, work=work))
+    return replace(plan, estimate=replace(plan.estimate, work=work))
 
 
-def with_parts(
+def plans_along_border(
     ladder: Sequence[Mapping[str, Any]],
     plan: Callable[[Mapping[str, Any]], Plan],
     blocks: int,
@@ -49,7 +49,7 @@ def with_parts(
     choice, which streams more, continues with this number.
 
     Args:
-        ladder: choices with one policy of `OF_PARTS`, in the order of more streaming and less
+        ladder: choices with one policy of `POLICIES`, in the order of more streaming and less
             memory. The first choice fits if all blocks are recomputed.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
@@ -60,7 +60,7 @@ def with_parts(
     count = next(counts, None)
     for choice in ladder:
         while count is not None:
-            found = plan({**choice, PART: count})
+            found = plan({**choice, COUNT: count})
             yield found
             if not is_worth_it(found):
                 # More streaming takes even longer.
@@ -86,13 +86,14 @@ def fewest(
         blocks: the number of all blocks.
         fits: whether a plan fits.
     """
-    most = choice[PART] or blocks
-    # If the next smaller number that `with_parts` tries did fit, its plan would be the fastest.
+    most = choice[COUNT] or blocks
+    # If the next smaller number that `plans_along_border` tries did fit, its plan would be the
+    # fastest.
     least = max((count for count in _counts(blocks) if count < most), default=0) + 1
     # Bisect: `most` blocks fit.
     while least < most:
         middle = (least + most) // 2
-        found = plan({**choice, PART: middle})
+        found = plan({**choice, COUNT: middle})
         if fits(found):
             best, most = found, middle
         else:

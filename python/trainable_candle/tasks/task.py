@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 BatchT = TypeVar("BatchT")
 BatchOut = TypeVar("BatchOut", covariant=True)
-PartT = TypeVar("PartT", covariant=True)
+DataT = TypeVar("DataT", covariant=True)
 
 
 @dataclass(frozen=True)
-class Split(Generic[PartT]):
+class Split(Generic[DataT]):
     """The data for training, and the data for validation if there are any."""
 
-    train: PartT
-    validation: PartT | None = None
+    train: DataT
+    validation: DataT | None = None
 
 
 @contextmanager
@@ -132,7 +132,7 @@ class Task(Protocol):
     """The word for an example of the task's data in messages."""
     counts: ClassVar[str]
     """The unit of `Prepared.count`: `image` or `token`."""
-    weighs: ClassVar[bool]
+    weighs_batches: ClassVar[bool]
     """Whether the mean over the batches of a step weighs them by `Prepared.weight`; if not, they
     weigh the same."""
 

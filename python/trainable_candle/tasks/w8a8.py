@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def multiplying_codes(config: Machine) -> Iterator[None]:
-    """Return a context in which linear layers multiply 8-bit codes if `config.w8a8` is set.
+    """Return a context in which linear layers multiply 8-bit codes (W8A8) if `config.w8a8` is set.
 
-    If this was switched on before, it stays on. Load the model, estimate its memory and train in
+    If W8A8 products were on before, they stay on. Load the model, estimate its memory and train in
     this context. Loading and the estimate need it too, because some models quantize fewer layers
     with `w8a8`.
     """

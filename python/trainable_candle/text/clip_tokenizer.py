@@ -241,6 +241,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _token(entry: Any) -> str:
     """Return the text of a token.
 
-    `entry` is the text, or a mapping with the text as `content`. Without a text, this is `END`.
+    `entry` is the text, or a mapping with the text as `content`. If it has no text, the token is
+    `END`.
     """
     return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

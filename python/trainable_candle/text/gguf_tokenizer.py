@@ -22,7 +22,9 @@ _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""Llama 3's regular expression of words, in which a number has up to three digits."""
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+"""Qwen2's regular expression of words, in which each digit is a word."""
 GPT2: Final = "gpt-2"
 SMOLLM: Final = "smollm"
 SPLITS: Final = {
@@ -174,6 +176,7 @@ def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
     strip: list[Any] = []
     if entries.get("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
+        # Decoding removes one space at the beginning, and none at the end.
         strip = [decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(

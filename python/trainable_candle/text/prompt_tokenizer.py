@@ -24,7 +24,7 @@ _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _SYSTEM: Final = "<|im_start|>system\n{}<|im_end|>\n"
 """The system's turn, which precedes the user's and says what the model is to do."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
-"""The beginning of an answer without thoughts, which the template writes."""
+"""The beginning of an answer, which the template writes if `enable_thinking` is false."""
 
 
 class PromptTokenizer:

@@ -21,7 +21,7 @@ _NORMAL, _UNKNOWN = 1, 2
 """Types of pieces."""
 _FLOAT: Final = struct.Struct("<f")
 _MOST_BITS: Final = 70
-"""The bits in a 64-bit integer of ten bytes, the greatest number, with seven bits per byte."""
+"""A 64-bit integer takes at most ten bytes, each with seven of its bits."""
 _VARINT, _64_BITS, _BYTES, _32_BITS = 0, 1, 2, 5
 """Wire types: the forms of fields' values."""
 
@@ -79,6 +79,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)
+        # A key is the number of the field times 8, plus the wire type.
         wire, start = key & 7, at
         value: int | float | bytes
         if wire == _VARINT:

@@ -105,7 +105,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return a folder's chat templates by name, as transformers finds them; {} if there are none.
 
     The file `chat_template.jinja` is the template `default`; the files in
-    `additional_chat_templates` have the names of their templates. If there is no such file, the
+    `additional_chat_templates` have the names of their templates. If there are no such files, the
     entry `chat_template` of the configuration is the template `default`, or a list of templates
     with names.
 

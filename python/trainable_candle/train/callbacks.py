@@ -51,7 +51,7 @@ class Callback:
         """Called at the end of `train`, even if the run was stopped or failed."""
 
 
-_KEPT, _ADDED = 0.95, 0.05
+_MEAN_WEIGHT, _LOSS_WEIGHT = 0.95, 0.05
 """The weights of the earlier mean and of a step's loss in the running mean of the loss."""
 
 
@@ -97,7 +97,7 @@ class ProgressBar(Callback):
         """Advance the bar by one step and show the step's values."""
         if self._bar is None:
             return
-        mean = _KEPT * self._loss + _ADDED * report.loss
+        mean = _MEAN_WEIGHT * self._loss + _LOSS_WEIGHT * report.loss
         self._loss = report.loss if math.isnan(self._loss) else mean
         parts = [] if report.epoch is None else [f"epoch {report.epoch:.1f}"]
         parts += [f"loss {self._loss:.4f}", f"lr {report.lr:.2e}"]

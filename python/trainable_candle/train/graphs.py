@@ -57,9 +57,10 @@ class PassGraphs:
 
     def stop(self) -> bool:
         """Drop all graphs, record no more, and return whether recording was on."""
-        kept, self._keep = self._keep, 0
+        was_recording = self._keep > 0
+        self._keep = 0
         self._captured.clear()
-        return kept > 0
+        return was_recording
 
     def _capture(self, inputs: Inputs, first: bool) -> Callable[..., Any]:
         """Record the function with these inputs; the result takes tensors in the same order."""

@@ -39,7 +39,7 @@ class BatchInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs(Generic[Batch]):
-    """Makes the inputs of steps; the arguments of `Trainer` with these names say what they do."""
+    """Makes the inputs of steps. `Trainer` explains the fields, its arguments of the same names."""
 
     data: BatchSource[Batch]
     parameters: Mapping[str, Var]
@@ -62,29 +62,31 @@ class StepInputs(Generic[Batch]):
             first: the number of the step's first batch.
         """
         numbers = range(first + self.group.rank, first + self.batches_in_step, self.group.size)
-        made = [
+        # The random numbers of a batch depend only on the seed and the number of the batch.
+        batches = [
             drawn(self.seed, "inputs", number, partial(self._of_batch, number))
             for number in numbers
         ]
         if self.weigh is None:
-            equal = 1.0 / self.batches_in_step
+            equal_share = 1.0 / self.batches_in_step
             return [
-                BatchInputs(number, inputs, equal, amount)
-                for number, (inputs, _, amount) in zip(numbers, made, strict=True)
+                BatchInputs(number, inputs, equal_share, amount)
+                for number, (inputs, _, amount) in zip(numbers, batches, strict=True)
             ]
-        # With several processes, no process knows the others' weights before the step; `sum_up`
-        # then divides by the sum of all weights.
-        alone = self.group.size == 1
-        divisor = math.fsum(weight for _, weight, _ in made) if alone else self.batches_in_step
+        # With several processes, no process knows the others' weights before the step; then
+        # `distributed.sums.sum_up` divides by the sum of all weights.
+        is_alone = self.group.size == 1
+        total = math.fsum(weight for _, weight, _ in batches)
+        divisor = total if is_alone else self.batches_in_step
         device = next(iter(self.parameters.values())).device
-        given = []
-        for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
+        with_shares = []
+        for number, (inputs, weight, amount) in zip(numbers, batches, strict=True):
             share = np.array(weight / divisor, np.float32)
             # The share is a tensor, because a replayed CUDA graph reads its inputs again, but
             # repeats the value that a Python number had during the recording.
             named = {**inputs, SHARE: tc.tensor(share, device=device)}
-            given.append(BatchInputs(number, named, weight / divisor, amount))
-        return given
+            with_shares.append(BatchInputs(number, named, weight / divisor, amount))
+        return with_shares
 
     def _of_batch(self, number: int) -> tuple[Any, float, float]:
         """Return the inputs of the loss of a batch, the weight of the batch, and its count."""

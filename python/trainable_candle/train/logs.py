@@ -145,7 +145,7 @@ class TensorBoardLog(Callback):
                 'run: pip install "trainable-candle[tensorboard]"',
                 name=error.name,
             ) from error
-        self._open = SummaryWriter
+        self._writer_class = SummaryWriter
         self._folder = folder
         self._every = every
         self._writer: Any = None
@@ -160,7 +160,7 @@ class TensorBoardLog(Callback):
                 stale.unlink()
         # TensorBoard drops the points that earlier event files have from this step on.
         purge = trainer.step + 1 if trainer.step else None
-        self._writer = self._open(str(self._folder), purge_step=purge)
+        self._writer = self._writer_class(str(self._folder), purge_step=purge)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Add the step's points if the step is logged."""

@@ -122,7 +122,7 @@ def training_metadata(
 
 
 def roundings(config: TrainConfig) -> dict[str, str | None]:
-    """Return the entries about rounding of weights and the adapter's start; None: no entry."""
+    """Return the entries about rounded weights and the adapter's initial values; None: no entry."""
     return {
         BASE: config.base_format,
         QAT: config.qat,

@@ -139,7 +139,7 @@ def estimate(
     phases = {
         "encoding captions": captions,
         "encoding images": images,
-        **{phase: [*items, *cache] for phase, items in model.start.items()},
+        **{phase: [*items, *cache] for phase, items in model.early_phases.items()},
         "training": _together(training),
     }
     if config.sample_prompts:

@@ -159,7 +159,8 @@ def folder_for_cache(
     Args:
         config: the settings.
         dataset: the images; by default, the cache is in their first folder.
-        report: gets a line if that folder cannot be written to, and the cache is in the run's.
+        report: gets a line if that folder cannot be written to, so that the cache is in the output
+            folder of the run.
 
     Raises:
         ConfigError: none of the possible folders can be written to.

@@ -189,6 +189,7 @@ def _graphs(family: LatentModel) -> PassGraphs:
     The function's inputs are `sample`, `times` and the conditions, by name.
     """
 
+    # `_first`, whether a call is the first of an optimizer step, has no meaning in drawing.
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
 

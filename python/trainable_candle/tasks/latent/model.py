@@ -268,8 +268,8 @@ class LatentModel(ABC):
             size: width and height of the images, px; noise levels may depend on it.
 
         Raises:
-            ConfigError, ArgumentError: the model cannot be drawn with this sampler, or the number
-                of steps does not suit it.
+            ConfigError, ArgumentError: the model cannot draw with this sampler, or the number of
+                steps does not suit it.
         """
 
     @abstractmethod

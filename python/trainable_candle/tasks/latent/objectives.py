@@ -45,7 +45,7 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """Add noise as `noise` does, but for an example the same at every call of every run.
+        """Add noise as `noise` does, but the same to an example at every call and in every run.
 
         Args:
             latents: the latents of a validation batch.
@@ -173,8 +173,8 @@ class FlowObjective:
         # Even if the shift is a function, this checks the distribution now.
         self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
-        self._delta = config.huber_delta
-        self._schedule = config.huber_schedule
+        self._huber_delta = config.huber_delta
+        self._huber_schedule = config.huber_schedule
         self._gamma = config.min_snr_gamma
         self._weighting = config.loss_weighting
 
@@ -242,13 +242,13 @@ class FlowObjective:
 
         The schedules are those of arXiv:2403.16728.
         """
-        if self._schedule == "exponential":
-            return (levels * math.log(self._delta)).exp()
-        if self._schedule == "snr":
+        if self._huber_schedule == "exponential":
+            return (levels * math.log(self._huber_delta)).exp()
+        if self._huber_schedule == "snr":
             # The paper divides by (1 + sigma)^2; here sigma = s / (1 - s), so 1 + sigma is
             # 1 / (1 - s).
-            return (1 - levels) ** 2 * (1 - self._delta) + self._delta
-        return tc.ones_like(levels) * self._delta
+            return (1 - levels) ** 2 * (1 - self._huber_delta) + self._huber_delta
+        return tc.ones_like(levels) * self._huber_delta
 
 
 def _flow_by_name(sample: Tensor, levels: Tensor, target: Tensor) -> dict[str, Tensor]:

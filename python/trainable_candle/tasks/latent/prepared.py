@@ -45,7 +45,7 @@ class PreparedLatents:
         self._noising = family.objective("cpu")
         self._objective = family.objective(family.device)
         self._dataset = dataset
-        self._weighs = any(item.loss_weight != 1 for item in dataset.items)
+        self._has_loss_weights = any(item.loss_weight != 1 for item in dataset.items)
         self._latents = latents
         self._texts = texts
         self._group = group
@@ -59,15 +59,17 @@ class PreparedLatents:
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the inputs of `loss`; see `Prepared.inputs`."""
-        kept = self._latents.batch(batch)
+        encoded = self._latents.batch(batch)
         seed = self._dataset.seed
-        latents = self._family.coder.latents(
-            kept, lambda: normal_samples(kept["mean"].shape[1:], batch.samples, seed, "latents")
-        )
-        made = self._inputs(batch, self._noising.noise(latents, batch.samples, seed))
-        if self._weighs:
-            made["weights"] = tc.tensor(batch.loss_weights, device=self._family.device)
-        return made
+
+        def normal() -> Tensor:
+            return normal_samples(encoded["mean"].shape[1:], batch.samples, seed, "latents")
+
+        latents = self._family.coder.latents(encoded, normal)
+        inputs = self._inputs(batch, self._noising.noise(latents, batch.samples, seed))
+        if self._has_loss_weights:
+            inputs["weights"] = tc.tensor(batch.loss_weights, device=self._family.device)
+        return inputs
 
     def loss(self, inputs: Inputs) -> Tensor:
         """Return the loss for the result of `inputs`."""
@@ -124,7 +126,7 @@ class PreparedLatents:
     def _inputs(self, batch: Batch, noised: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return noised latents with conditions, captions and masks, on the model's device."""
         family = self._family
-        made: dict[str, Tensor] = {
+        inputs: dict[str, Tensor] = {
             **noised,
             "sample": noised["sample"].to(family.model.dtype),
             **family.conditions(batch.frames),
@@ -132,5 +134,5 @@ class PreparedLatents:
         }
         masks = self._dataset.masks(batch, family.coder.factor)
         if masks is not None:
-            made["mask"] = tc.tensor(masks[:, None])
-        return {name: tensor.to(family.device) for name, tensor in made.items()}
+            inputs["mask"] = tc.tensor(masks[:, None])
+        return {name: tensor.to(family.device) for name, tensor in inputs.items()}

@@ -63,7 +63,7 @@ class LatentTask:
 
     noun: ClassVar[str] = "image"
     repeats: ClassVar[bool] = True
-    weighs: ClassVar[bool] = False
+    weighs_batches: ClassVar[bool] = False
     counts: ClassVar[str] = "image"
 
     def __init__(self, family: LatentModel) -> None:
@@ -72,7 +72,7 @@ class LatentTask:
         """The resolution of the training data: the default side of drawn images."""
         self._adapted: tuple[str, ...] = ()
         """The parts that have adapters."""
-        self._remembered: dict[str, dict[str, Tensor]] = {}
+        self._prompt_features: dict[str, dict[str, Tensor]] = {}
         """The text features of prompts, from before the text encoders were freed."""
         self._training_adapter: TrainingAdapter | None = None
 
@@ -112,11 +112,11 @@ class LatentTask:
                 "for ComfyUI, give --format comfyui"
             )
         if config.adapter != "lora" and form == "kohya":
-            limit = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
+            flaw = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
             can_load = config.adapter == "dora" and config.dora_axis == "output"
             instead = "; for diffusers, give --format diffusers" if can_load else ""
             report(
-                f"note: in files with kohya's names, diffusers {limit}{instead}; "
+                f"note: in files with kohya's names, diffusers {flaw}{instead}; "
                 "ComfyUI applies the whole adapter"
             )
 
@@ -189,7 +189,7 @@ class LatentTask:
         previews = self.prompts if group.rank == 0 else []
         negative = {prompt.options.negative_prompt or family.no_prompt for prompt in previews}
         prompts = sorted({prompt.text for prompt in previews} | negative)
-        texts, self._remembered = prepare_texts(family, data, prompts, report, group)
+        texts, self._prompt_features = prepare_texts(family, data, prompts, report, group)
         datasets = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(dataset, area, report, group) for dataset in datasets]
         if config.cache == "off":
@@ -258,8 +258,8 @@ class LatentTask:
         return Adapters(sets, starts)
 
     @contextmanager
-    def _as_used(self) -> Iterator[None]:
-        """Return a context in which the training adapter, which is for training, is disabled."""
+    def _without_training_adapter(self) -> Iterator[None]:
+        """Return a context in which the training adapter, if there is one, is disabled."""
         if self._training_adapter is None:
             yield
             return
@@ -356,7 +356,7 @@ class LatentTask:
         options = options or SampleOptions()
         self._refuse_unused(options)
         side = self._side or self.family.resolution
-        with self._as_used():
+        with self._without_training_adapter():
             return draw(self.family, prompts, options, self._features, (side, side))
 
     def _refuse_unused(self, options: SampleOptions) -> None:
@@ -392,16 +392,16 @@ class LatentTask:
             )
 
     def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        # `prepare` has remembered the features of single prompts only.
-        if len(prompts) == 1 and prompts[0] in self._remembered:
-            return self._remembered[prompts[0]]
+        # `prepare` has stored the features of single prompts only.
+        if len(prompts) == 1 and prompts[0] in self._prompt_features:
+            return self._prompt_features[prompts[0]]
         return self.family.features(prompts)
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """See `Task.adapter_file`."""
         config = self.family.config
-        named = config.with_(format=config.format or self.family.formats[0])
-        return adapters.file(path, named, metadata)
+        with_format = config.with_(format=config.format or self.family.formats[0])
+        return adapters.file(path, with_format, metadata)
 
     def publish(
         self,

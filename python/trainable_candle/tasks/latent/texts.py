@@ -66,6 +66,7 @@ def prepare_texts(
     # encoder in memory.
     if config.train_text_encoder:
         return Texts(family.tokens, family.encode_tokens), {}
+    # If `caption_variants` is 0, tags get a new order each time, so features cannot be cached.
     if config.cache == "off" or not config.caption_variants:
         return Texts(tc.no_grad()(family.features)), {}
     with first_before_others(group):

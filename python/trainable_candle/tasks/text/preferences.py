@@ -31,7 +31,7 @@ class PreparedPreferences(Packing):
 
     # The shape of the input `answers` can differ between batches with equally many tokens: it has a
     # row for each pair of answers, and such batches can have different numbers of pairs.
-    alike: ClassVar[bool] = False
+    token_count_fixes_shapes: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
         """Return the number of pairs.

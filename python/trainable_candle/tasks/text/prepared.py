@@ -38,7 +38,7 @@ class Packing:
         group: the processes that validate together.
     """
 
-    alike: ClassVar[bool] = True
+    token_count_fixes_shapes: ClassVar[bool] = True
     """Whether batches with equal numbers of tokens have inputs of equal shapes."""
 
     def __init__(
@@ -63,10 +63,10 @@ class Packing:
 
         If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different lengths in
         tokens, and at most as many as there are graphs (`--cuda-graphs`). Steps run as graphs on a
-        GPU, if `alike` and the family's `repeats` are true.
+        GPU, if `token_count_fixes_shapes` and the family's `repeats` are true.
         """
         config = self._family.config
-        in_graphs = config.on_gpu and self.alike and self._family.repeats
+        in_graphs = config.on_gpu and self.token_count_fixes_shapes and self._family.repeats
         return PackedRows(
             self._dataset.examples,
             self._dataset.options.sequence_length,
@@ -92,7 +92,7 @@ class Packing:
 class PreparedTexts(Packing):
     """A data set of texts, and a model's cross-entropy on the tokens that count in the loss."""
 
-    _base: float | None = None
+    _base_loss: float | None = None
     """The validation loss of the base; None until the first validation measures it."""
 
     def weight(self, batch: Packed) -> float:
@@ -130,10 +130,10 @@ class PreparedTexts(Packing):
 
     def validation_facts(self, loss: float) -> dict[str, float]:
         """Return and report the loss, its perplexity, and the loss of the base."""
-        if self._base is None:
+        if self._base_loss is None:
             with self._without_adapter():
-                self._base = self.validation_loss()
-        base = self._base
+                self._base_loss = self.validation_loss()
+        base = self._base_loss
         self._report(
             f"validation: loss {loss:.4f} (perplexity {perplexity(loss):.2f}), "
             f"base {base:.4f} ({perplexity(base):.2f})"
@@ -153,4 +153,4 @@ class PreparedTexts(Packing):
 
 def perplexity(loss: float) -> float:
     """Return the exponential of a mean cross-entropy; infinity if a float cannot represent it."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.exp(loss) if loss < 700 else math.inf  # exp(709.8) is the largest float

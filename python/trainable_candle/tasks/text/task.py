@@ -44,7 +44,7 @@ _FILES: Final = {
     ".safetensors": "language models are written as folders: give the name of a new folder",
     ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
 }
-"""Suffix that makes an output the name of a file -> what the error says."""
+"""Suffixes of outputs that are the names of files -> what the error says."""
 PEFT: Final = "peft"
 """The folder in a run's output that `PeftModel.from_pretrained` loads."""
 
@@ -58,7 +58,7 @@ class TextTask:
 
     noun: ClassVar[str] = "example"
     counts: ClassVar[str] = "token"
-    weighs: ClassVar[bool] = True
+    weighs_batches: ClassVar[bool] = True
 
     def __init__(self, family: TextFamily) -> None:
         self.family = family
@@ -71,7 +71,7 @@ class TextTask:
         The texts of a packed row may have other bounds in each step, because only the device reads
         the bounds.
         """
-        return self.family.repeats and self._kind.alike
+        return self.family.repeats and self._kind.token_count_fixes_shapes
 
     @property
     def sequence_length(self) -> int:
@@ -105,7 +105,7 @@ class TextTask:
         config = self.family.config
         train, validation = self._load(config.dataset)
         if config.validation_dataset:
-            # Validate on what this setting would train on.
+            # Validate on the texts on which a run with this data set would train.
             with naming_validation():
                 validation, _ = self._load(config.validation_dataset)
         elif config.validation_split:
@@ -119,13 +119,13 @@ class TextTask:
         return Split(train, validation)
 
     @property
-    def _compares(self) -> bool:
+    def _trains_on_pairs(self) -> bool:
         """Whether each example of the data is a pair of answers, one chosen and one rejected."""
         return self.family.config.objective == "dpo"
 
     @property
     def _kind(self) -> type[PreparedTexts | PreparedPreferences]:
-        return PreparedPreferences if self._compares else PreparedTexts
+        return PreparedPreferences if self._trains_on_pairs else PreparedTexts
 
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         """Return the texts to train on and, if a folder has files for it, to validate on."""
@@ -133,7 +133,7 @@ class TextTask:
         options = TextOptions(
             self.sequence_length,
             config.train_on,
-            self._compares,
+            self._trains_on_pairs,
             config.skip_bad,
             self.family.vocabulary,
         )
@@ -323,8 +323,8 @@ class TextTask:
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """See `Task.adapter_file`."""
         config = self.family.config
-        named = config.with_(format=config.format or self.family.formats[0])
-        return adapters.file(path, named, metadata)
+        with_format = config.with_(format=config.format or self.family.formats[0])
+        return adapters.file(path, with_format, metadata)
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
         """Write the folder that peft loads; see `Task.publish`.

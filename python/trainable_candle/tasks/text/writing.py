@@ -72,7 +72,7 @@ def streamed(
             if before:
                 yield before
             return
-        decided = len(held) - _begun(held, stop)
+        decided = len(held) - _begun_length(held, stop)
         if decided:
             yield held[:decided]
             held = held[decided:]
@@ -98,7 +98,7 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
             yield rest
 
 
-def _begun(text: str, stop: Sequence[str]) -> int:
+def _begun_length(text: str, stop: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that is a proper prefix of a stop text."""
     lengths = (
         length
