@@ -110,7 +110,9 @@ def theirs(torch: Any, size: Size, backend: str, seconds: float) -> Times | str:
 
     with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
         try:
-            return Times(*(gpu_timing.torch_timed(torch, call, seconds) for call in (forward, both)))
+            return Times(
+                *(gpu_timing.torch_timed(torch, call, seconds) for call in (forward, both))
+            )
         except RuntimeError as error:
             return str(error).partition("\n")[0]
 

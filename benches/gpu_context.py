@@ -72,19 +72,24 @@ class Trainer:
         tc.cuda.set_memory_limit(limit, DEVICE)
         length = multiple((limit - self.fixed) / self.per_token)
         found = None
-        try:
-            for _ in range(TRIES):
-                try:
-                    found = (length, *self.step(length))
-                except tc.OutOfMemoryError:
-                    if found is not None:
-                        break
-                    length = multiple(length * 0.99)
-                else:
-                    length = multiple(length * 1.01) + MULTIPLE
-        finally:
-            tc.cuda.set_memory_limit(None, DEVICE)
+        for _ in range(TRIES):
+            outcome = self.tried(length)
+            if outcome is not None:
+                found = (length, *outcome)
+                length = multiple(length * 1.01) + MULTIPLE
+            elif found is None:
+                length = multiple(length * 0.99)
+            else:
+                break
+        tc.cuda.set_memory_limit(None, DEVICE)
         return found
+
+    def tried(self, length: int) -> tuple[int, float] | None:
+        """Return what `step` returns, or None if the step ran out of memory."""
+        try:
+            return self.step(length)
+        except tc.OutOfMemoryError:
+            return None
 
 
 def multiple(tokens: float) -> int:
@@ -115,7 +120,9 @@ def main() -> None:
             print(f"{gib:g} GiB: nothing fits", flush=True)
         else:
             length, peak, seconds = found
-            print(f"{gib:g} GiB: {length} tokens, {peak / GIB:.2f} GiB, {seconds:.1f} s", flush=True)
+            print(
+                f"{gib:g} GiB: {length} tokens, {peak / GIB:.2f} GiB, {seconds:.1f} s", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ IDS = [[3, 5, 7, 11, 13, 17]]
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Write a tiny model with a tokenizer, a chat template and a generation configuration."""
     folder = tmp_path / "base"
-    shutil.copytree(
-        GOLDEN / "llm" / request.param, folder, ignore=shutil.ignore_patterns("case.*")
-    )
+    shutil.copytree(GOLDEN / "llm" / request.param, folder, ignore=shutil.ignore_patterns("case.*"))
     for file in folder.iterdir():
         file.chmod(0o644)
     shutil.copyfile(GOLDEN / "chats" / "tokenizer.json", folder / "tokenizer.json")
