@@ -99,6 +99,7 @@ fn errors_name_a_wrong_shape_and_channels_that_do_not_divide_into_groups() {
 #[test]
 fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
     let options = Conv2dOptions { groups: 1, ..OPTIONS };
+    // `from_parameters` takes a channels-last weight: 6 outputs, a kernel of 3 x 2, 4 inputs.
     let weight = random(&[6, 3, 2, 4]);
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());
     let x = random(&[2, 7, 5, 4]);

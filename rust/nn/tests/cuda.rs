@@ -56,7 +56,7 @@ fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<Par
 /// Every optimizer whose updates are bitwise the same on CUDA devices and the CPU, with different options in its two
 /// groups. With a `seed`, the optimizers round bf16 variables stochastically.
 fn optimizers(vars: &[Var], seed: Option<u64>) -> Vec<Box<dyn Optimizer>> {
-    fn made<R: Rule>(optimizer: Result<Stepper<R>>, seed: Option<u64>) -> Box<dyn Optimizer> {
+    fn boxed<R: Rule>(optimizer: Result<Stepper<R>>, seed: Option<u64>) -> Box<dyn Optimizer> {
         let optimizer = optimizer.unwrap();
         match seed {
             Some(seed) => Box::new(optimizer.with_stochastic_rounding(seed).unwrap()),
@@ -70,14 +70,14 @@ fn optimizers(vars: &[Var], seed: Option<u64>) -> Vec<Box<dyn Optimizer>> {
     let lion = LionConfig { lr: 0.01, weight_decay: 0.1, ..LionConfig::default() };
     let lion8 = Lion8bitConfig { lr: 0.01, weight_decay: 0.1, ..Lion8bitConfig::default() };
     vec![
-        made(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)), seed),
-        made(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))), seed),
-        made(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)), seed),
-        made(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))), seed),
-        made(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)), seed),
-        made(AdamW8bit::with_groups(groups(vars, adam8, |c| c.min_8bit_size = 256)), seed),
-        made(Lion::with_groups(groups(vars, lion, |c| c.lr = 0.5)), seed),
-        made(Lion8bit::with_groups(groups(vars, lion8, |c| c.min_8bit_size = 256)), seed),
+        boxed(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)), seed),
+        boxed(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))), seed),
+        boxed(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)), seed),
+        boxed(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))), seed),
+        boxed(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)), seed),
+        boxed(AdamW8bit::with_groups(groups(vars, adam8, |c| c.min_8bit_size = 256)), seed),
+        boxed(Lion::with_groups(groups(vars, lion, |c| c.lr = 0.5)), seed),
+        boxed(Lion8bit::with_groups(groups(vars, lion8, |c| c.min_8bit_size = 256)), seed),
     ]
 }
 
@@ -188,6 +188,7 @@ fn scaled_steps_and_their_scales_equal_those_of_the_cpu() {
                 scaler.update().unwrap();
                 scales.push(scaler.get_scale().unwrap());
             }
+            // The NaN of step 1 halves the scale. Steps 2 and 3 double it, and step 4 is the first of the next two.
             assert_eq!(scales, [4.0, 2.0, 2.0, 4.0, 4.0]);
             assert_eq!(scaler.growth_tracker().unwrap(), 1);
             scaler.restore(32.0, 1).unwrap();
@@ -209,6 +210,7 @@ fn norms_equal_those_of_the_cpu_up_to_rounding() {
                 grad_norm(&vars, norm_type).unwrap().item().unwrap()
             };
             let (found, expected) = (norm(&device), norm(&Device::Cpu));
+            // Both devices sum in f64, in different orders.
             assert!((found / expected - 1.0).abs() < 1e-12, "{found}, expected {expected}");
         }
     }

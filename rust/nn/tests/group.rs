@@ -22,7 +22,7 @@ impl Module for Projections {
 
 /// Three layers with the same random values in each call.
 fn layers(trainable: bool) -> Vec<(&'static str, Linear<Tensor>)> {
-    let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     rng::manual_seed(5);
     NAMES
         .iter()
@@ -47,7 +47,7 @@ fn config(targets: &[&str]) -> LoraConfig {
 
 /// Attaches adapters with random factors, so that their products are not zero.
 fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
-    let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     let set = AdapterSet::attach(config, &module.named_layers()).unwrap();
     rng::manual_seed(9);
     for (_, var) in set.named_vars() {
@@ -139,13 +139,13 @@ fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_e
         let (group, apart) = (group(false), Apart(layers(false)));
         let (set, other_set) = (adapt(&group, settings.clone()), adapt(&apart, settings));
         // Both forward passes draw the same dropout mask.
-        let alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
         rng::manual_seed(1);
         let (found, is_joined) = joined(group.0.forward(&input()).unwrap());
         assert!(!is_joined);
         rng::manual_seed(1);
         assert_close(&found, &apart.forward(&input()));
-        drop(alone);
+        drop(guard);
         set.merge().unwrap();
         other_set.merge().unwrap();
         assert_close(&joined(group.0.forward(&input()).unwrap()).0, &apart.forward(&input()));

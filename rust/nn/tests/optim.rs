@@ -91,25 +91,26 @@ fn results_do_not_depend_on_threads_or_layout() {
 fn f16_and_bf16_variables_are_rounded_master_values() {
     for dtype in [DType::BF16, DType::F16] {
         for index in 0..number_of_optimizers() {
-            let short = variables(dtype);
+            let half_vars = variables(dtype);
             // f32 variables with the same initial values; each step gives them the same gradients.
-            let long: Vec<Var> = short
+            let f32_vars: Vec<Var> = half_vars
                 .iter()
                 .map(|v| Var::from_tensor(&Tensor::from(v.raw().to_dtype(DType::F32).unwrap())).unwrap())
                 .collect();
-            let (mut opt, mut oracle) = (optimizers(&short).swap_remove(index), optimizers(&long).swap_remove(index));
+            let mut opt = optimizers(&half_vars).swap_remove(index);
+            let mut f32_opt = optimizers(&f32_vars).swap_remove(index);
             for step in 0..5 {
                 train(&mut *opt, step..step + 1);
-                for (short, long) in short.iter().zip(&long) {
-                    let grad = short.grad().unwrap();
-                    long.set_grad(&Tensor::from(grad.raw().to_dtype(DType::F32).unwrap())).unwrap();
+                for (half_var, f32_var) in half_vars.iter().zip(&f32_vars) {
+                    let grad = half_var.grad().unwrap();
+                    f32_var.set_grad(&Tensor::from(grad.raw().to_dtype(DType::F32).unwrap())).unwrap();
                 }
-                oracle.step_all().unwrap();
+                f32_opt.step_all().unwrap();
             }
-            for (short, long) in short.iter().zip(&long) {
-                assert_eq!(short.dtype(), dtype);
-                let rounded = Tensor::from(long.raw().to_dtype(dtype).unwrap());
-                assert_eq!(values(short), values(&rounded), "{} in {dtype:?}", opt.name());
+            for (half_var, f32_var) in half_vars.iter().zip(&f32_vars) {
+                assert_eq!(half_var.dtype(), dtype);
+                let rounded = Tensor::from(f32_var.raw().to_dtype(dtype).unwrap());
+                assert_eq!(values(half_var), values(&rounded), "{} in {dtype:?}", opt.name());
             }
         }
     }

@@ -14,6 +14,12 @@ use trainable_candle_nn::optim::{
 /// The number of gradients `grad.I` in torch.safetensors.
 const TORCH_STEPS: usize = 8;
 
+/// The number of gradients of each variable in prodigyopt.safetensors.
+const PRODIGY_STEPS: usize = 12;
+
+/// The number of gradients of each variable in bitsandbytes.safetensors.
+const BITSANDBYTES_STEPS: i32 = 6;
+
 /// The bytes of a safetensors file of tests/golden/optim.
 struct Golden(Vec<u8>);
 
@@ -202,7 +208,7 @@ fn prodigy_follows_prodigyopt() {
                 ParamGroup { params: vec![vars[1].clone()], config: without_decay },
             ])
             .unwrap();
-            for step in 0..12 {
+            for step in 0..PRODIGY_STEPS {
                 for (index, var) in vars.iter().enumerate() {
                     var.set_grad(&cast(&golden.tensor(&format!("grad{index}.{step}")), dtype)).unwrap();
                 }
@@ -225,8 +231,8 @@ fn prodigy_follows_prodigyopt() {
     }
 }
 
-/// Compares six steps of an optimizer of one variable with `len` elements with the case `name` of bitsandbytes. `make`
-/// makes the optimizer with learning rate `lr`.
+/// Compares an optimizer of one variable with `len` elements with the case `name` of bitsandbytes, after the first and
+/// the last step. `make` makes the optimizer with learning rate `lr`.
 ///
 /// bitsandbytes computes Adam's bias corrections with CUDA's `__powf`, whose error changes an update by a fraction of
 /// about 5e-5. An update is at most about `lr`, so it may differ by 5e-5 · `lr`. The states do not depend on `__powf`
@@ -234,12 +240,12 @@ fn prodigy_follows_prodigyopt() {
 fn follows_bitsandbytes(name: &str, len: usize, lr: f64, make: impl Fn(Vec<Var>) -> Box<dyn Optimizer>) {
     let golden = Golden::open("bitsandbytes.safetensors");
     let mut opt = make(vec![golden.var(&format!("p0.{len}"), DType::F32)]);
-    for step in 1..=6 {
+    for step in 1..=BITSANDBYTES_STEPS {
         let grad = golden.tensor(&format!("grad{}.{len}", step - 1));
         opt.vars()[0].set_grad(&grad).unwrap();
         opt.step_all().unwrap();
         // The golden file has the values only after the first and the last step.
-        if [1, 6].contains(&step) {
+        if [1, BITSANDBYTES_STEPS].contains(&step) {
             let error = difference(&opt.vars()[0], &golden.tensor(&format!("{name}.p{step}.{len}")));
             // Each step also rounds the values. The rounding error is at most half a unit in the last place, which is
             // 1.2e-7 for values below 4.
@@ -274,7 +280,7 @@ fn lion_follows_bitsandbytes() {
     // bitsandbytes' Lion8bit keeps f32 states for a parameter of only 1000 elements, so it computes what Lion computes.
     let golden = Golden::open("bitsandbytes.safetensors");
     let mut opt = Lion::new(vec![golden.var("p0.1000", DType::F32)], 0.001, 0.1).unwrap();
-    for i in 0..6 {
+    for i in 0..BITSANDBYTES_STEPS {
         opt.vars()[0].set_grad(&golden.tensor(&format!("grad{i}.1000"))).unwrap();
         opt.step_all().unwrap();
     }
@@ -292,7 +298,7 @@ fn flat_buffers_quantize_each_variable_separately() {
     let separate_vars = initial.iter().map(|tensor| Var::from_tensor(tensor).unwrap()).collect();
     let mut flat = AdamW8bit::new(flat_vars, 0.01, 0.1).unwrap();
     let mut separate = AdamW8bit::new(separate_vars, 0.01, 0.1).unwrap();
-    for i in 0..6 {
+    for i in 0..BITSANDBYTES_STEPS {
         for opt in [&mut flat, &mut separate] {
             for (var, size) in opt.vars().iter().zip(SIZES) {
                 var.set_grad(&golden.tensor(&format!("grad{i}.{size}"))).unwrap();

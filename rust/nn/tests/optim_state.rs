@@ -160,6 +160,7 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
         scaler.update()?;
         scales.push(scaler.get_scale()?);
     }
+    // The scale doubles after two finite gradients in a row, and halves after a non-finite one.
     assert_eq!(scales, [4.0, 8.0, 4.0, 4.0, 2.0, 2.0, 4.0]);
     Ok(())
 }

@@ -12,7 +12,7 @@ use crate::optim::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StepConfig {
     pub(super) config: ProdigyConfig,
-    /// The estimate.
+    /// The estimate of the distance from the initial values to the solution.
     pub(super) d: f64,
     /// The step size: the estimate times the learning rate, with bias correction if that is used.
     pub(super) dlr: f64,
@@ -25,10 +25,11 @@ pub(super) struct Observe;
 /// The second half of a step on the CPU, which updates the variables.
 pub(super) struct Apply;
 
-/// Returns the states that are kept for a parameter.
+/// Returns the states that are kept for a parameter: `s`, a decaying sum of the gradients, and `p0`, the initial
+/// values, both for every `slice_p`-th element only; and Adam's moments for all elements.
 pub(super) fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
-    let every = StateKind::Every(config.slice_p);
-    let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
+    let sampled = StateKind::Every(config.slice_p);
+    let mut states = smallvec![sampled.named("s"), sampled.named("p0"), StateKind::Float.named("exp_avg_sq")];
     if config.betas.0 > 0.0 {
         states.push(StateKind::Float.named("exp_avg"));
     }
@@ -43,6 +44,7 @@ impl Rule for Observe {
     const KERNELS: Option<Kernels<StepConfig>> = Some(Kernels {
         prepare: "whole",
         step: "prodigy_step",
+        // The sums of each variable, then one estimate from the sums of all variables.
         before: &[("prodigy_observe", false), ("prodigy_estimate", true)],
         step_8bit: None,
         settings: |StepConfig { config, .. }| Settings {
@@ -126,6 +128,7 @@ fn observe_elements<T: Real>(step_config: &StepConfig, step: u64, mut chunk: Chu
     };
     let sampled = param.iter().zip(grad.iter()).step_by(config.slice_p);
     let beta3 = T::from_f64(config.beta3());
+    // The weight of this step's gradient in `s`, which is independent of `lr` with `safeguard_warmup`.
     let gain3 = T::from_f64(d / config.d0 * if config.safeguard_warmup { *d } else { *dlr });
     let [mut numerator, mut denominator] = [0f64; 2];
     for ((&p, &g), (s, p0)) in sampled.zip(s.iter_mut().zip(p0.iter_mut())) {
@@ -168,20 +171,20 @@ fn apply_elements<T: Real>(step_config: &StepConfig, mut chunk: Chunk<'_, T>) {
     let StepConfig { config, d, dlr } = step_config;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
     // The decay is subtracted, because f32 would round the factor 1 - decay · dlr to 1 while the estimate is small.
-    let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
+    let (decay, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);
     match chunk.states.as_mut_slice() {
         [_, _, StateSlice::Float(exp_avg_sq), StateSlice::Float(exp_avg)] => {
             for ((p, _), (v, m)) in elements.zip(exp_avg_sq.iter().zip(exp_avg.iter())) {
-                // The factor d is in the first moment already.
-                *p = *p - lost * *p - step_size * *m / (v.sqrt() + eps);
+                // The first moment already contains the factor d and the L2 term.
+                *p = *p - decay * *p - step_size * *m / (v.sqrt() + eps);
             }
         }
         [_, _, StateSlice::Float(exp_avg_sq)] => {
             for ((p, &g), v) in elements.zip(exp_avg_sq.iter()) {
                 let g = g + l2 * *p;
-                *p = *p - lost * *p - step_size * d * g / (v.sqrt() + eps);
+                *p = *p - decay * *p - step_size * d * g / (v.sqrt() + eps);
             }
         }
         _ => unreachable!("the states are those that the rule declares"),
