@@ -301,7 +301,7 @@ impl Attached {
     ) -> Result<Py<AdapterSet>> {
         self.check_empty(op)?;
         let set = Arc::new(detached(py, make)?);
-        // Another thread may have attached a set while `make` ran.
+        // Another thread may have attached a set while `make` ran. Then disabling takes the new set off the layers.
         if let Err(error) = self.check_empty(op) {
             set.set_enabled(false);
             return Err(error);
@@ -330,6 +330,7 @@ impl Attached {
     pub fn remove(&self) -> Result<()> {
         catch_panics(|| {
             if let Some(set) = self.lock().take() {
+                // Disabling takes the adapters, or the merged weights, off the layers.
                 set.set_enabled(false);
             }
             Ok(())

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 use trainable_candle_core as tc;
 
-use crate::arguments::{found, wrong_type};
+use crate::arguments::{describe, wrong_type};
 use crate::error::Result;
 
 /// A type to which the argument for a parameter is converted.
@@ -85,12 +85,12 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Argument<T> {
                 return Wrong::TooLarge(if is_integer {
                     "an integer".to_owned()
                 } else {
-                    format!("{} with a number", found(&object))
+                    format!("{} with a number", describe(&object))
                 });
             }
             // The type of a dict does not show which key or value is wrong; the error of the conversion describes it.
             let is_dict = object.is_instance_of::<PyDict>();
-            Wrong::Type(if is_dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
+            Wrong::Type(if is_dict { format!("a dict ({})", error.value(py)) } else { describe(&object) })
         })))
     }
 }

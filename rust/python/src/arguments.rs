@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 const LONGEST: usize = 40;
 
 /// Describe an object in an error: None, a float or a short str by its value, any other object by its type.
-pub fn found(object: &Bound<'_, PyAny>) -> String {
+pub fn describe(object: &Bound<'_, PyAny>) -> String {
     let is_quotable = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
     if is_quotable
         && let Some(text) = object.repr().ok().and_then(|text| text.to_str().map(str::to_owned).ok())
@@ -30,7 +30,7 @@ pub fn found(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "an object".to_owned(), |kind| format!("a value of type {kind}"))
 }
 
-/// A `TypeError` of `op` about the parameter `name`, whose argument has the `description` that [`found`] returns.
+/// A `TypeError` of `op` about the parameter `name`, whose argument has the `description` that [`describe`] returns.
 #[cold]
 pub fn wrong_type(op: &str, name: &str, description: &str, expected: &str) -> Error {
     PyTypeError::new_err(format!("{op}: {name} is {description}, expected {expected}")).into()
@@ -46,7 +46,7 @@ enum Value {
     Number(i128),
     /// The description of an integer that fits neither i64 nor u64: its sign and number of bits.
     Huge(String),
-    /// The description, from [`found`], of an object that is not an integer.
+    /// The description, from [`describe`], of an object that is not an integer.
     Other(String),
 }
 
@@ -121,7 +121,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         // The call fails if the object is not an integer: a float has no `__index__`, and the `__index__` of a tensor
         // may raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
-            return Ok(Self(Value::Other(found(&object))));
+            return Ok(Self(Value::Other(describe(&object))));
         };
         Ok(Self(match integer.cast::<PyInt>()?.extract::<u64>() {
             Ok(value) => Value::Number(i128::from(value)),
@@ -351,7 +351,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Sections {
     }
 }
 
-/// One name, or a list of names; otherwise the description that [`found`] returns.
+/// One name, or a list of names; otherwise the description that [`describe`] returns.
 pub struct Names(std::result::Result<Vec<String>, String>);
 
 impl Names {
@@ -372,11 +372,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Names {
         if let Ok(name) = object.extract::<String>() {
             return Ok(Self(Ok(vec![name])));
         }
-        Ok(Self(object.extract::<Vec<String>>().map_err(|_| found(&object))))
+        Ok(Self(object.extract::<Vec<String>>().map_err(|_| describe(&object))))
     }
 }
 
-/// A path (a str, bytes or an `os.PathLike`); otherwise the description that [`found`] returns.
+/// A path (a str, bytes or an `os.PathLike`); otherwise the description that [`describe`] returns.
 pub struct FilePath(std::result::Result<PathBuf, String>);
 
 impl FilePath {
@@ -408,6 +408,6 @@ impl<'a, 'py> FromPyObject<'a, 'py> for FilePath {
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         // `fsdecode` accepts str, bytes and PathLike, and decodes bytes with the encoding of file names.
         let path = object.py().import("os")?.call_method1("fsdecode", (object,)).and_then(|path| path.extract());
-        Ok(Self(path.map_err(|_| found(&object))))
+        Ok(Self(path.map_err(|_| describe(&object))))
     }
 }

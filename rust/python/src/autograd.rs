@@ -12,7 +12,7 @@ use tc::gradcheck::Tolerance;
 use trainable_candle_core as tc;
 
 use crate::argument::Argument;
-use crate::arguments::{found, wrong_type};
+use crate::arguments::{describe, wrong_type};
 use crate::call::{catch_panics, detached};
 use crate::error::{Result, from_callback};
 use crate::tensor::Tensor;
@@ -40,7 +40,7 @@ impl Tensor {
     }
 }
 
-/// A tensor, or a sequence of tensors; otherwise the description that [`found`] returns.
+/// A tensor, or a sequence of tensors; otherwise the description that [`describe`] returns.
 pub struct Tensors(std::result::Result<Vec<tc::Tensor>, String>);
 
 impl Tensors {
@@ -62,7 +62,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
         }
         let several = object.extract::<Vec<PyRef<'_, Tensor>>>();
         let tensors = several.map(|tensors| tensors.iter().map(|tensor| tensor.0.clone()).collect());
-        Ok(Self(tensors.map_err(|_| found(&object))))
+        Ok(Self(tensors.map_err(|_| describe(&object))))
     }
 }
 

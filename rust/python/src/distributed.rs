@@ -154,6 +154,7 @@ impl NcclCommunicator {
         detached(py, || {
             let gradients = tc::flat::all_gradients(&parameters.0)?;
             let tail = own_copy(tail.0.raw())?;
+            // Without `narrow`, the vectors share the gradients' storage, so `all_reduce` changes the gradients.
             let sent = if narrow {
                 gradients.iter().map(|gradient| compute::cast(gradient, tc::DType::BF16)).collect::<tc::Result<_>>()?
             } else {
@@ -174,8 +175,8 @@ impl NcclCommunicator {
     /// Wait until all work queued on the GPU is done.
     ///
     /// Raises:
-    ///     DeviceError: inside a captured function. Also if waiting takes longer than `seconds`, if `stop` was called, or
-    ///         if NCCL or a kernel fails; then the communicator cannot be used afterwards.
+    ///     DeviceError: inside a captured function. Also if waiting takes longer than `seconds`, if `stop` was called,
+    ///         or if NCCL or a kernel fails; then the communicator cannot be used afterwards.
     ///     ArgumentError: if `seconds` is negative, NaN or at least 2**64.
     fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         let limit = duration("wait", seconds)?;

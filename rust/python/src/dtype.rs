@@ -1,6 +1,6 @@
 //! Dtypes and their names.
 
-use candle_core::DType as Kind;
+use candle_core::DType as CoreDType;
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
@@ -10,20 +10,20 @@ use trainable_candle_core as tc;
 use crate::error::{Error, Result};
 
 /// Every supported dtype, with its name in this library and its other names: those of torch and numpy.
-const NAMES: [(Kind, &str, &[&str]); 7] = [
-    (Kind::F32, "f32", &["float32", "float"]),
-    (Kind::F16, "f16", &["float16", "half"]),
-    (Kind::BF16, "bf16", &["bfloat16"]),
-    (Kind::F64, "f64", &["float64", "double"]),
-    (Kind::U8, "u8", &["uint8"]),
-    (Kind::U32, "u32", &["uint32"]),
-    (Kind::I64, "i64", &["int64", "long"]),
+const NAMES: [(CoreDType, &str, &[&str]); 7] = [
+    (CoreDType::F32, "f32", &["float32", "float"]),
+    (CoreDType::F16, "f16", &["float16", "half"]),
+    (CoreDType::BF16, "bf16", &["bfloat16"]),
+    (CoreDType::F64, "f64", &["float64", "double"]),
+    (CoreDType::U8, "u8", &["uint8"]),
+    (CoreDType::U32, "u32", &["uint32"]),
+    (CoreDType::I64, "i64", &["int64", "long"]),
 ];
 
 /// The dtype with the name `text`, which may begin with "torch.".
-fn parse(text: &str) -> Option<Kind> {
+fn parse(text: &str) -> Option<CoreDType> {
     let text = text.strip_prefix("torch.").unwrap_or(text);
-    NAMES.iter().find(|(_, name, others)| *name == text || others.contains(&text)).map(|(kind, ..)| *kind)
+    NAMES.iter().find(|(_, name, others)| *name == text || others.contains(&text)).map(|(dtype, ..)| *dtype)
 }
 
 /// The error for an argument that is no dtype; `found` describes it.
@@ -57,11 +57,11 @@ fn unknown(found: &str) -> Error {
 ///     DTypeError: if the name is unknown.
 #[pyclass(frozen, module = "trainable_candle")]
 #[derive(Clone, Copy)]
-pub struct DType(Kind);
+pub struct DType(CoreDType);
 
 impl DType {
-    pub const fn new(kind: Kind) -> Self {
-        Self(kind)
+    pub const fn new(dtype: CoreDType) -> Self {
+        Self(dtype)
     }
 
     pub fn short_name(self) -> &'static str {
@@ -139,7 +139,7 @@ impl<'py> IntoPyObject<'py> for Reduced<'py> {
 
 /// A dtype argument: a [`DType`], a name, or a dtype of numpy or torch.
 #[derive(Clone, Copy)]
-pub struct DTypeArg(pub Kind);
+pub struct DTypeArg(pub CoreDType);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for DTypeArg {
     type Error = PyErr;
@@ -159,7 +159,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DTypeArg {
 
 /// The dtype that an object of another library stands for: numpy's dtypes have a `name`, numpy's scalar types a
 /// `__name__`, and torch's dtypes have their name as their `str()`.
-fn foreign(object: &Bound<'_, PyAny>) -> Result<Kind> {
+fn foreign(object: &Bound<'_, PyAny>) -> Result<CoreDType> {
     let name = match object.getattr_opt("name")? {
         Some(name) => name,
         None => match object.getattr_opt("__name__")? {

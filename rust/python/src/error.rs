@@ -54,6 +54,7 @@ impl From<Error> for PyErr {
 fn exception(error: tc::Error) -> PyErr {
     use tc::Error as E;
     let text = error.to_string();
+    // Not a failure: recomputation has all values that it needs, and ends the checkpointed function by this exception.
     if error.ends_recomputation() {
         return exceptions::ReplayComplete::new_err(text);
     }

@@ -2,6 +2,7 @@
 //! names and tensor layouts are torch's.
 
 use pyo3::prelude::*;
+// The aliases avoid the names of the functions below.
 use tc::ops::attention::{scaled_dot_product_attention as attention, varlen_attention as attention_of_segments};
 use tc::ops::conv::{self, Conv2dOptions};
 use tc::ops::{dropout as drop, fake_quantize as fake, gated, index, linear as lin, rope as rotary, upsample};

@@ -129,6 +129,7 @@ impl LoraConfig {
             adapter: adapter.to_owned(),
             wd_on_output,
             decompose_both,
+            // A negative number, such as the default -1, becomes `None`: LoKr chooses the factor.
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
             oft_block_size: oft_block_size.count(OP, "oft_block_size")?,
             oft_side: oft_side.map(str::parse).transpose()?,

@@ -99,11 +99,12 @@ pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Opti
     let modules = report
         .modules
         .into_iter()
-        .map(|m| {
+        .map(|module_report| {
             let reasons =
                 |tools: Vec<(Tool, &'static str)>| tools.into_iter().map(|(tool, why)| (tool.name(), why)).collect();
-            let (ignored_by, changed_by) = (reasons(m.ignored_by), reasons(m.changed_by));
-            let ModuleReport { module, layer, kind, rank, alpha, scale, zero, fault, .. } = m;
+            let ModuleReport { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by, changed_by, .. } =
+                module_report;
+            let (ignored_by, changed_by) = (reasons(ignored_by), reasons(changed_by));
             Py::new(py, AdapterModule { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by, changed_by })
         })
         .collect::<PyResult<_>>()?;

@@ -150,7 +150,7 @@ impl Exchange for ManagedVersioned {
     }
 }
 
-/// Owns the memory to which an exported structure points.
+/// Owns the memory to which an exported structure points, and frees it after the work that the consumer has queued.
 struct Exported {
     tensor: Raw,
     shape: Vec<i64>,

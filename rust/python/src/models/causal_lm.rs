@@ -7,7 +7,7 @@ use trainable_candle_core as tc;
 use trainable_candle_models::causal_lm::PackedTexts;
 use trainable_candle_models::{self as models, Architecture, Loaded};
 
-use super::generation::{Generation, Given, KVCache, tokens as ids_of};
+use super::generation::{Generation, GenerationArguments, KVCache, token_ids};
 use super::{Model, class};
 use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
@@ -294,10 +294,18 @@ impl CausalLM {
         stop_token_ids: Option<Vec<Integer>>,
         seed: Integer,
     ) -> Result<Vec<Vec<u32>>> {
-        let given =
-            Given { max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed };
+        let arguments = GenerationArguments {
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            stop_token_ids,
+            seed,
+        };
         let mut added = vec![Vec::new(); prompts.len()];
-        let mut generation = given.start("generate", prompts, &self.0)?;
+        let mut generation = arguments.start("generate", prompts, &self.0)?;
         detached(py, || {
             while !generation.is_done() {
                 for (tokens, token) in added.iter_mut().zip(generation.step(&self.0)?) {
@@ -334,9 +342,17 @@ impl CausalLM {
         stop_token_ids: Option<Vec<Integer>>,
         seed: Integer,
     ) -> Result<Generation> {
-        let given =
-            Given { max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed };
-        Ok(Generation::new(self.0.clone(), given.start("stream", prompts, &self.0)?))
+        let arguments = GenerationArguments {
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            stop_token_ids,
+            seed,
+        };
+        Ok(Generation::new(self.0.clone(), arguments.start("stream", prompts, &self.0)?))
     }
 
     /// Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens. The
@@ -355,7 +371,7 @@ impl CausalLM {
     ///         token, or if the model is a text encoder.
     #[pyo3(signature = (cache, tokens))]
     fn extend(&self, py: Python<'_>, cache: PyRef<'_, KVCache>, tokens: Vec<Vec<Integer>>) -> Result<Tensor> {
-        let new_ids = tokens.into_iter().map(|ids| ids_of("extend", "tokens", ids)).collect::<Result<Vec<_>>>()?;
+        let new_ids = tokens.into_iter().map(|ids| token_ids("extend", "tokens", ids)).collect::<Result<Vec<_>>>()?;
         let cache = &cache.0;
         detached(py, || {
             let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);

@@ -65,7 +65,7 @@ impl Generation {
 }
 
 /// The options of `generate` and `stream`, as they were passed.
-pub struct Given {
+pub struct GenerationArguments {
     pub max_new_tokens: Integer,
     pub temperature: Argument<f64>,
     pub top_k: Integer,
@@ -76,12 +76,12 @@ pub struct Given {
     pub seed: Integer,
 }
 
-impl Given {
+impl GenerationArguments {
     /// Make a generation that continues `prompts`. A text ends at any of `stop_token_ids`; by default these are the
     /// model's `eos_token_ids`. `op` is the name of the Python function for error messages.
     ///
     /// # Errors
-    /// As [`tokens`] for the ids; `TypeError` or `ArgumentError` if an option has another type or is out of range;
+    /// As [`token_ids`] for the ids; `TypeError` or `ArgumentError` if an option has another type or is out of range;
     /// `ArgumentError` if a prompt is empty.
     pub fn start(
         self,
@@ -99,12 +99,12 @@ impl Given {
                 repetition_penalty: self.repetition_penalty.get(op, "repetition_penalty")?,
             },
             stops: match self.stop_token_ids {
-                Some(ids) => tokens(op, "stop_token_ids", ids)?,
+                Some(ids) => token_ids(op, "stop_token_ids", ids)?,
                 None => model.config().eos_token_ids.clone(),
             },
             seed: self.seed.count(op, "seed")? as u64,
         };
-        let prompts = prompts.into_iter().map(|ids| tokens(op, "prompts", ids)).collect::<Result<_>>()?;
+        let prompts = prompts.into_iter().map(|ids| token_ids(op, "prompts", ids)).collect::<Result<_>>()?;
         catch_panics(|| causal_lm::Generation::new(prompts, options))
     }
 }
@@ -114,7 +114,7 @@ impl Given {
 /// # Errors
 /// `TypeError` if an id is not an integer, `ArgumentError` if it is negative, `IndexOutOfRangeError` if it is 2**32 or
 /// more, which no vocabulary contains.
-pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
+pub fn token_ids(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
     let token = |id: Integer| {
         let id = id.count(op, name)?;
         let too_large = |_| tc::Error::index(op, format!("the id {id} is not a token; expected an id below 2**32"));

@@ -28,8 +28,7 @@ use trainable_candle_core as tc;
 use trainable_candle_io as io;
 use trainable_candle_models::registry::ModelKind;
 use trainable_candle_models::{self as models, Loaded};
-use trainable_candle_nn::StreamOptions;
-use trainable_candle_nn::adapter::AdapterSet as Set;
+use trainable_candle_nn::{StreamOptions, adapter};
 
 use crate::adapter_set::{AdapterSet, Attached};
 use crate::argument::Argument;
@@ -310,7 +309,7 @@ impl Model {
         let mut config = config.inner();
         self.adapter.attach(py, "add_adapter", &self.model, || {
             config.oft_side.get_or_insert(self.model.adapter_names().default_format().oft_side());
-            Set::attach(config, &self.model.named_layers())
+            adapter::AdapterSet::attach(config, &self.model.named_layers())
         })
     }
 
@@ -367,6 +366,7 @@ impl Model {
     /// Raises:
     ///     ArgumentError: if the model has no adapter.
     fn unmerge_adapter(&self) -> Result<()> {
+        // Enabling puts the adapters back in place of the merged weights.
         self.adapter.get("unmerge_adapter")?.set_enabled(true);
         Ok(())
     }

@@ -110,6 +110,7 @@ impl EMA {
 
     #[pyo3(signature = (*exception: "object"))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, pyo3::types::PyTuple>) -> Result<()> {
+        // An exception that ended the `with` block propagates, because this method returns None.
         let _ = exception;
         self.swap_out(py)
     }

@@ -68,9 +68,9 @@ impl Optimizer {
     /// Update every variable that has a gradient. The gradients are kept until `zero_grad`.
     ///
     /// Args:
-    ///     if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is infinite
-    ///         or NaN, nothing changes and no step is counted. A CUDA device decides this by itself; the host does not
-    ///         wait.
+    ///     if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is
+    ///         infinite or NaN, nothing changes and no step is counted. A CUDA device decides this by itself; the host
+    ///         does not wait.
     ///
     /// Raises:
     ///     ShapeError: if `if_finite` does not have exactly one element.

@@ -187,8 +187,8 @@ impl Tensor {
 
     /// Return the matrix product (..., m, k) x (..., k, n) -> (..., m, n).
     ///
-    /// Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
-    /// right as (k, 1), and the result does not have the added dimension of size 1.
+    /// Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on
+    /// the right as (k, 1), and the result does not have the added dimension of size 1.
     ///
     /// Raises:
     ///     ShapeError: if an operand has no dimensions, the sizes k differ, or the batch dimensions do not broadcast.

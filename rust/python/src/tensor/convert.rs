@@ -112,8 +112,8 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     Ok(unsafe { source.read(op) }?)
 }
 
-/// Return an error for a tensor on a GPU inside a captured function: while the graph is recorded, the tensor's values are
-/// not computed yet.
+/// Return an error for a tensor on a GPU inside a captured function: while the graph is recorded, the tensor's values
+/// are not computed yet.
 fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
     if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
 }

@@ -23,8 +23,8 @@ fn work(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// A tensor on `device` with the values of `data`, in `dtype` if it is given. If `data` is a tensor, the result is detached
-/// from the tape, and may share the storage of `data`.
+/// A tensor on `device` with the values of `data`, in `dtype` if it is given. If `data` is a tensor, the result is
+/// detached from the tape, and may share the storage of `data`.
 ///
 /// # Errors
 /// Those of [`to_raw`]; those of the conversion and of the copy to `device`.
@@ -43,10 +43,11 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 /// Make a tensor with a copy of `data`, detached from the tape.
 ///
 /// Args:
-///     data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
-///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
-///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
-///         if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+///     data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or
+///         `__array__`.
+///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become
+///         i64, uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are
+///         empty, u8 if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
 ///     device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 ///
 /// Raises:
@@ -225,7 +226,10 @@ pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
-/// The number that an argument of `arange` is.
+/// The number in an argument of `arange`.
+///
+/// # Errors
+/// `ArgumentError` if the argument is a tensor or an array.
 fn number(operand: &Operand<'_>) -> Result<Number> {
     match operand {
         Operand::Number(number) => Ok(*number),
@@ -282,6 +286,7 @@ pub fn arange(
     }
     let inferred = if numbers.iter().all(|n| n.is_integer()) { DType::I64 } else { DType::F32 };
     let dtype = dtype.map_or(inferred, |dtype| dtype.0);
+    // In i128, because the difference of two i64 numbers may be outside the range of i64.
     let exact = numbers.map(|n| if let Kind::Integer(value) = n.kind { Some(i128::from(value)) } else { None });
     let raw = if let (DType::I64, [Some(start), Some(end), Some(step)]) = (dtype, exact) {
         let distance = (end - start) * step.signum();

@@ -59,8 +59,8 @@ impl Tensor {
     /// Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) to each element x.
     ///
     /// Args:
-    ///     approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
-    ///         error function; "tanh" for the approximation of x * Phi(x) with tanh.
+    ///     approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with
+    ///         the error function; "tanh" for the approximation of x * Phi(x) with tanh.
     ///
     /// Raises:
     ///     ArgumentError: if `approximate` has another value.
@@ -83,7 +83,8 @@ impl Tensor {
     }
 }
 
-/// Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in numpy.
+/// Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in
+/// numpy.
 ///
 /// ```python
 /// x = tc.tensor([-1.0, 2.0])
@@ -96,8 +97,8 @@ impl Tensor {
 ///     other: a tensor or a number. If both `input` and `other` are numbers, the result is f32.
 ///
 /// Raises:
-///     DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
-///         and the other a tensor of integers.
+///     DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a
+///         float and the other a tensor of integers.
 ///     ArgumentError: if `input` or `other` is an integer outside the range of the result's dtype, or outside the range
 ///         of f64 if this dtype is floating point.
 ///     ShapeError: if the shapes do not broadcast.
@@ -107,6 +108,7 @@ impl Tensor {
 pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Operand<'_>) -> Result<Tensor> {
     let work = condition.0.elem_count().max(input.elem_count()).max(other.elem_count());
     let select = |a: &tc::Tensor, b: &tc::Tensor| tc::Tensor::select(&condition.0, a, b);
+    // A number becomes a tensor in the dtype and on the device of the other operand.
     compute(py, work, || match (&input, &other) {
         (Operand::Number(a), Operand::Number(b)) => {
             let in_f32 = tc::Tensor::full(0.0, (), candle_core::DType::F32, condition.0.device())?;

@@ -103,7 +103,7 @@ fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
 
 /// The positions, in the flattened mask, of the elements that are not 0. They are on `device`, which may not be the
 /// mask's: a mask from a Python list is on the host.
-fn chosen(mask: &tc::Tensor, device: &tc::Device) -> tc::Result<tc::Tensor> {
+fn mask_positions(mask: &tc::Tensor, device: &tc::Device) -> tc::Result<tc::Tensor> {
     let values = mask.to_vec::<u8>()?;
     let ids: Vec<i64> = values.iter().enumerate().filter(|(_, m)| **m != 0).map(|(i, _)| i as i64).collect();
     let count = ids.len();
@@ -193,8 +193,9 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                     return Err(tc::Error::index(OP, message).into());
                 }
                 let flat_dims = replaced(result.dims(), dim, count, &[mask.elem_count()]);
-                result =
-                    catch_panics(|| result.reshape(flat_dims)?.index_select(&chosen(mask, tensor.device())?, dim))?;
+                result = catch_panics(|| {
+                    result.reshape(flat_dims)?.index_select(&mask_positions(mask, tensor.device())?, dim)
+                })?;
                 dim += 1;
             }
         }
