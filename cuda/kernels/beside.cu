@@ -2,11 +2,11 @@
 // arXiv:1606.08415; kernels gelu_tanh_beside_*), or the gated linear unit SiLU(gate) * h with x = [gate | h] (Shazeer 2020,
 // arXiv:2002.05202; kernels swiglu_beside_*).
 //
-// before is (rows, kept), and may be null if kept is 0. x is (rows, width), or for the gated unit (rows, 2 width); its rows are x_row
-// elements apart. y is (rows, kept + width). In the backward pass, grad (rows, width) is the gradient of f(x), the last columns of y; its
-// rows are grad_row elements apart. dx has the shape of x; its rows are dx_row elements apart.
-// Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; kept is 0 in
-// this formula for the backward kernels. Any grid gives the same results.
+// before is (rows, before_width), and may be null if before_width is 0. x is (rows, width), or for the gated unit (rows, 2 width); the
+// rows of x are x_row elements apart. y is (rows, before_width + width). In the backward pass, grad (rows, width) is the gradient of f(x),
+// the last columns of y; the rows of grad are grad_row elements apart. dx has the shape of x; its rows are dx_row elements apart.
+// Launch: block 256, grid clamp(ceil(rows (before_width + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; before_width is 0
+// in this formula for the backward kernels. Any grid gives the same results.
 
 #include "functions.cuh"
 #include "rows.cuh"
@@ -40,16 +40,16 @@ struct GatedSilu {
 };
 
 template <typename T, int N, typename F>
-__device__ __forceinline__ void forward(const T *before, const T *x, T *y, uint64_t rows, uint64_t x_row, uint32_t kept,
+__device__ __forceinline__ void forward(const T *before, const T *x, T *y, uint64_t rows, uint64_t x_row, uint32_t before_width,
                                         uint32_t width) {
-    const uint32_t kept_packs = kept / N, packs = kept_packs + width / N;
+    const uint32_t before_packs = before_width / N, packs = before_packs + width / N;
     for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
         const auto [row, pack] = divide(index, packs);
-        if (pack < kept_packs) {
-            store_pack(y + index * N, load_pack<N>(before + row * kept + pack * static_cast<uint64_t>(N)));
+        if (pack < before_packs) {
+            store_pack(y + index * N, load_pack<N>(before + row * before_width + pack * static_cast<uint64_t>(N)));
             continue;
         }
-        const T *from = x + row * x_row + (pack - kept_packs) * static_cast<uint64_t>(N);
+        const T *from = x + row * x_row + (pack - before_packs) * static_cast<uint64_t>(N);
         const auto first = load_pack<N>(from);
         Acc<T> results[N], slope;
 #pragma unroll
@@ -97,11 +97,11 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 
 #define DEFINE_BESIDE(NAME, F, SUFFIX, T)                                                                              \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *before, const T *x, T *y, uint64_t rows,               \
-                                                       uint64_t x_row, uint32_t kept, uint32_t width) {                \
+                                                       uint64_t x_row, uint32_t before_width, uint32_t width) {        \
         follow();                                                                                                      \
-        if ((x_row | kept | width) % WIDE<T> == 0 && are_wide(before, x, y))                                           \
-            forward<T, WIDE<T>, F>(before, x, y, rows, x_row, kept, width);                                            \
-        else forward<T, 1, F>(before, x, y, rows, x_row, kept, width);                                                 \
+        if ((x_row | before_width | width) % WIDE<T> == 0 && are_wide(before, x, y))                                   \
+            forward<T, WIDE<T>, F>(before, x, y, rows, x_row, before_width, width);                                    \
+        else forward<T, 1, F>(before, x, y, rows, x_row, before_width, width);                                         \
     }                                                                                                                  \
     extern "C" __global__ void NAME##_backward_##SUFFIX(const T *x, const T *grad, T *dx, uint64_t rows,               \
                                                         uint64_t x_row, uint64_t grad_row, uint64_t dx_row,            \

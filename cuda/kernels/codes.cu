@@ -194,10 +194,10 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
     }                                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(TEAM, 2) quantize_gradient_##SUFFIX(                                                  \
         const T *x, const __grid_constant__ CodeParts parts, uint32_t count, uint32_t rows, uint32_t columns, uint32_t inner,          \
-        uint32_t tiles, uint32_t is_int8, uint8_t *codes, float *scales, uint8_t *turned, float *ones) {                               \
+        uint32_t tiles, uint32_t is_int8, uint8_t *codes, float *scales, uint8_t *transposed, float *ones) {                           \
         follow();                                                                                                                      \
         if (blockIdx.x < tiles) {                                                                                                      \
-            Transposition{parts, count, columns, inner, turned, ones}.run(blockIdx.x);                                                 \
+            Transposition{parts, count, columns, inner, transposed, ones}.run(blockIdx.x);                                             \
         } else {                                                                                                                       \
             const auto change = [&](float(&values)[WIDE<T>], uint32_t column) { scale_columns(values, column, parts, count); };        \
             Rounding<T>{x, rows, columns, is_int8 != 0, codes, scales}.run(blockIdx.x - tiles, gridDim.x - tiles, change);             \

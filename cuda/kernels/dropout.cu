@@ -1,8 +1,8 @@
 // Dropout (Srivastava et al. 2014) with probability p: y = factor * x, where the factor is 0 if the element's random word is below
-// `threshold`, else `kept`. The gradient of x is the same function of the gradient of y.
+// `threshold`, else `scale`. The gradient of x is the same function of the gradient of y.
 //
 // The mask is the same as on the CPU. Elements are taken in groups of 64. For each group the generator gives 16 blocks of 4 words; word
-// w of block i decides element 16 w + i of the group. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), or 0 for
+// w of block i decides element 16 w + i of the group. `threshold` is floor(p 2^32), at most 2^32 - 1; `scale` is 1 / (1 - p), or 0 for
 // p = 1. If `state` is null, `seed` and `offset` are the generator's seed and offset; otherwise these are state[0] and
 // state[1] + `offset`. x and y have `len` elements and may be the same memory.
 // Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
@@ -15,7 +15,7 @@ namespace {
 constexpr int WORDS = 4, BLOCKS = 16, GROUP = WORDS * BLOCKS;
 
 template <typename T>
-__device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generator generator, uint32_t threshold, Acc<T> kept) {
+__device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generator generator, uint32_t threshold, Acc<T> scale) {
     // A thread has N neighbouring elements in each of the four quarters of a group, which need N blocks of random words.
     constexpr int N = WIDE<T>, THREADS = BLOCKS / N;
     const bool aligned = are_wide(x, y);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
 #pragma unroll
             for (int w = 0; w < WORDS; w++) stays += stays + (word[w] >= threshold);
         }
-        auto factor = [&](int w, int i) { return stays >> (WORDS * (N - i) - 1 - w) & 1 ? kept : Acc<T>(0); };
+        auto factor = [&](int w, int i) { return stays >> (WORDS * (N - i) - 1 - w) & 1 ? scale : Acc<T>(0); };
         // With `wide`, all of the thread's elements exist, and its four packs begin at 16-byte boundaries.
         if (wide) {
 #pragma unroll
@@ -60,8 +60,8 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
 #define DEFINE_DROPOUT(SUFFIX, T)                                                                                      \
     extern "C" __global__ void                                                                                         \
         dropout_##SUFFIX(const T *x, T *y, const uint64_t *state, uint64_t seed, uint64_t offset, uint64_t len,        \
-                         uint32_t threshold, double kept) {                                                            \
+                         uint32_t threshold, double scale) {                                                           \
         follow();                                                                                                      \
-        dropout<T>(x, y, len, Generator(state, seed, offset), threshold, static_cast<Acc<T>>(kept));                   \
+        dropout<T>(x, y, len, Generator(state, seed, offset), threshold, static_cast<Acc<T>>(scale));                  \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DROPOUT)

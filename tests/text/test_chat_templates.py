@@ -115,7 +115,12 @@ def test_every_template_renders_both_forms_of_content(template: str) -> None:
 
 @pytest.mark.parametrize(
     ("template", "content"),
-    [(PARTS, text_parts("a", "b")), (BOTH, text_parts("a")), (BOTH, "a"), (TEXTS, "a")],
+    [
+        (PARTS, text_parts("a", "b")),
+        (BOTH, text_parts("a")),
+        (BOTH, "a"),
+        (TEXTS, "a"),
+    ],
     ids=["parts", "both with parts", "both with text", "text"],
 )
 def test_content_that_a_template_reads_is_passed_unchanged(

@@ -10,7 +10,7 @@ from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.run import train_adapter
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.sheet import PAGE, SHEET, preview_path, write_sheet
-from trainable_candle.tasks.latent.drawing import SampleOptions, Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults, SampleOptions
 from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
 from trainable_candle.train import TrainConfig
 
@@ -86,16 +86,18 @@ def test_an_image_has_its_settings_in_a1111s_format() -> None:
     options = SampleOptions(seed=7, negative_prompt="blurry", sampler="dpmpp_2m")
     prompt = Prompt("a cat", options)
     assert infotext(
-        prompt, "sdxl", Usual(steps=20, guidance=5.0), (64, 32), Place(number=0, count=1)
+        prompt, "sdxl", DrawingDefaults(steps=20, guidance=5.0), (64, 32), Place(number=0, count=1)
     ) == (
         "a cat\nNegative prompt: blurry\n"
         "Steps: 20, Sampler: DPM++ 2M, CFG scale: 5, Seed: 7, Size: 64x32, Model: sdxl"
     )
-    assert infotext(prompt, "a, b", Usual(20, 1.0), (64, 32), Place(number=1, count=2)).endswith(
-        "Model: a  b, Batch size: 2, Batch pos: 1"
-    )
+    assert infotext(
+        prompt, "a, b", DrawingDefaults(20, 1.0), (64, 32), Place(number=1, count=2)
+    ).endswith("Model: a  b, Batch size: 2, Batch pos: 1")
     # A guidance of 1 uses no negative prompt.
-    assert "Negative" not in infotext(prompt, "sdxl", Usual(20, 1.0), (64, 32), Place(0, 1))
+    assert "Negative" not in infotext(
+        prompt, "sdxl", DrawingDefaults(20, 1.0), (64, 32), Place(0, 1)
+    )
 
 
 def test_the_sheet_and_page_show_previews_by_step(tmp_path: Path) -> None:

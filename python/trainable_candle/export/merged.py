@@ -109,7 +109,7 @@ def quantization_of(folder: Path) -> Any:
     return read_object(path).get(QUANTIZATION) if path.is_file() else None
 
 
-def as_unquantized(folder: Path) -> None:
+def remove_quantization(folder: Path) -> None:
     """Remove what the configuration in a model's folder says about quantized weights."""
     if quantization_of(folder) is not None:
         config = read_object(folder / CONFIG)

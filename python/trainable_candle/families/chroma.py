@@ -12,7 +12,7 @@ from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.flux import Flux
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Chroma's blocks have Flux's layers. As in other trainers, the approximator, which computes the
     # blocks' modulation, gets no adapters.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
-    drawing: ClassVar[Usual] = Usual(steps=35, guidance=5.0)
-    distilled: ClassVar[Usual] = Usual(steps=16, guidance=1.0)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=35, guidance=5.0)
+    distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=16, guidance=1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS

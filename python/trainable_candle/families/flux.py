@@ -18,7 +18,7 @@ from trainable_candle.families.pipeline.identity import parts_identity, tokenize
 from trainable_candle.families.pipeline.t5 import T5
 from trainable_candle.models import CLIPTextModel
 from trainable_candle.settings.objective import DistilledGuidance
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.text import PAD_OF_CLIP_L
 from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
@@ -98,7 +98,7 @@ class Flux(FlowFamily[FluxTexts]):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
-    drawing: ClassVar[Usual] = Usual(steps=28, guidance=3.5)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=28, guidance=3.5)
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)

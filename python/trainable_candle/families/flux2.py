@@ -16,7 +16,7 @@ from trainable_candle.families.flow.schedule import FlowSchedule, KleinSchedule
 from trainable_candle.families.pipeline.facts import index_of
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ class Flux2(FlowFamily[Flux2Texts]):
     )
     schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
     coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
-    drawing: ClassVar[Usual] = Usual(steps=50, guidance=4.0)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
     text_tokens: ClassVar[int] = MOST_TOKENS
     goes_with: ClassVar[str] = "FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
     model: Flux2Transformer

@@ -15,7 +15,7 @@ from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.facts import index_of
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import Qwen25VL, tokenizer_folder
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         "Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
-    drawing: ClassVar[Usual] = Usual(steps=50, guidance=4.0)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
     no_prompt: ClassVar[str] = " "
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(

@@ -13,7 +13,7 @@ from trainable_candle.families.pipeline.clip import clip_tokenizer, pooled_width
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
 from trainable_candle.models import CLIPTextModel
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L
 from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
@@ -100,7 +100,7 @@ class SD3(FlowFamily[SD3Texts]):
     # The layers that SimpleTuner adapts: those of the image tokens' attention. Some blocks of
     # medium, the "dual" ones, have a second such attention, whose layers are adapted too.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    drawing: ClassVar[Usual] = Usual(steps=28, guidance=4.5)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=28, guidance=4.5)
     schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0, last=shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
     scaling: ClassVar[float | None] = 1.5305

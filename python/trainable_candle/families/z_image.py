@@ -11,7 +11,7 @@ from trainable_candle.families.flow.rows import in_rows
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,8 +81,8 @@ class ZImage(FlowFamily[ZImageTexts]):
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
-    drawing: ClassVar[Usual] = Usual(steps=50, guidance=5.0)
-    distilled: ClassVar[Usual] = Usual(steps=9, guidance=1.0)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=5.0)
+    distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=9, guidance=1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS

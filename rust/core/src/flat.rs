@@ -108,7 +108,7 @@ pub struct Gradients {
     /// vector.
     pub vectors: Vec<Raw>,
     /// The variables whose gradients are not in a buffer.
-    pub loose: Vec<Var>,
+    pub unbound: Vec<Var>,
 }
 
 impl Gradients {
@@ -119,7 +119,7 @@ impl Gradients {
     pub fn of(vars: &[Var]) -> Result<Self> {
         let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
         let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
-        Ok(Self { vectors, loose: vars.iter().filter(is_loose).cloned().collect() })
+        Ok(Self { vectors, unbound: vars.iter().filter(is_loose).cloned().collect() })
     }
 }
 

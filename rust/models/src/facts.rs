@@ -100,7 +100,7 @@ impl PartFacts {
         let layout = model.layout(files.original(), Some(&weights));
         // The possible keys of a parameter in the file. Values stay quantized only in forms that keep whole rows.
         let keys_of = |name: &str| {
-            let places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
+            let places = layout.keys(name).into_iter().filter(|place| place.form.keeps_rows());
             places.map(|place| format!("{prefix}{}", place.key)).collect::<Vec<_>>()
         };
         let block_format = |(name, _): (String, Weight)| {

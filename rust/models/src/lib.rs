@@ -33,7 +33,7 @@ pub use facts::{AdapterMemory, Facts, PartFacts, inspect};
 pub use flux::FluxTransformer;
 pub use flux2::Flux2Transformer;
 pub use pipelines::Pipeline;
-pub use pretrained::{Architecture, Choice, Configuration, Pretrained, Written, save_checkpoint, save_pretrained};
+pub use pretrained::{Architecture, Choice, Configuration, Pretrained, WriteOptions, save_checkpoint, save_pretrained};
 pub use qwen_image::QwenImageTransformer;
 pub use qwen_vae::AutoencoderKLQwenImage;
 pub use registry::{Loaded, Model, load};

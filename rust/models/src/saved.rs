@@ -1,7 +1,7 @@
 //! Estimates how many values the tape keeps of a forward pass, from a model's layers alone. Each block counts its own
 //! values in a function next to its forward pass.
 //!
-//! The tape keeps nothing for a frozen layer. For an adapter, it keeps what the adapter's kind says ([`Kept`]), such as
+//! The tape keeps nothing for a frozen layer. For an adapter, it keeps what the adapter's kind says ([`SavedByAdapter`]), such as
 //! the input of the layer and the result of the first factor. For a norm, an attention, an elementwise product or an
 //! activation, it keeps what the backward pass reads, if a gradient passes through the operation. A forward pass over
 //! zeros that take no memory would give the same count, but would take seconds for SDXL.
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::adapter::{Kept, LoraConfig};
+use trainable_candle_nn::adapter::{LoraConfig, SavedByAdapter};
 use trainable_candle_nn::{BlockState, Blocks, Checkpointing, Conv2d, Layer, Linear, Part, Visitor};
 
 use crate::registry::Model;
@@ -30,7 +30,7 @@ pub struct SampleSize {
 /// tape keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
     /// What the tape keeps for the adapter of each layer, by the layer's [`key`].
-    adapted: HashMap<*const (), Kept>,
+    adapted: HashMap<*const (), SavedByAdapter>,
     checkpointing: Checkpointing,
     /// For each [`Blocks`] of the model: the index of its first block among all blocks of the model.
     first_indices: HashMap<*const BlockState, usize>,
@@ -122,7 +122,7 @@ impl Saved {
     }
 
     /// What the tape keeps for the adapters that `config` selects, by the layer's [`key`].
-    fn kept_by_adapters(model: &dyn Model, config: &LoraConfig) -> Result<HashMap<*const (), Kept>> {
+    fn kept_by_adapters(model: &dyn Model, config: &LoraConfig) -> Result<HashMap<*const (), SavedByAdapter>> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let kind = config.kind()?;
@@ -130,7 +130,7 @@ impl Saved {
         adapted
             .map(|(name, layer)| {
                 let settings = config.settings(name, layer.is_conv())?;
-                Ok((key(*layer), (kind.kept)(&layer.base(), &settings)))
+                Ok((key(*layer), (kind.saved)(&layer.base(), &settings)))
             })
             .collect()
     }
@@ -143,7 +143,7 @@ impl Saved {
     /// Counts all layers of a model for one sample of `size`. `adapted` and `rounds` are the fields of the same names.
     fn of(
         model: &dyn Model,
-        adapted: HashMap<*const (), Kept>,
+        adapted: HashMap<*const (), SavedByAdapter>,
         (checkpointing, rounds): (Checkpointing, bool),
         size: SampleSize,
     ) -> Self {
@@ -310,7 +310,7 @@ impl Saved {
     /// pass recomputes the input. Under checkpointing, or if an adapter needs the input or a rounded copy of it on the
     /// tape, the layers count as in [`cheap_linear`](Self::cheap_linear).
     pub fn layers_of_recomputed_input(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
-        if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.recomputed) {
+        if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.even_if_recomputable) {
             self.layers(layers, (0, positions), false);
             // The backward pass frees one recomputed input before it recomputes the next.
             self.block.recomputed = self.block.recomputed.max(inputs);
@@ -320,7 +320,7 @@ impl Saved {
     }
 
     /// What the tape keeps for the adapters of those `layers` that have one.
-    fn kept(&self, layers: &[Layer<'_>]) -> impl Iterator<Item = Kept> {
+    fn kept(&self, layers: &[Layer<'_>]) -> impl Iterator<Item = SavedByAdapter> {
         layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied())
     }
 
@@ -328,7 +328,7 @@ impl Saved {
     /// input is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
-        let kept: Vec<Kept> = self.kept(layers).collect();
+        let kept: Vec<SavedByAdapter> = self.kept(layers).collect();
         self.reached |= !kept.is_empty();
         if self.reached {
             let outputs = layers.iter().map(|layer| layer.base().weight.dims()[0]).sum::<usize>();
@@ -338,7 +338,7 @@ impl Saved {
             return;
         }
         let is_selective = self.policy == Policy::Selective;
-        let per_position = |kept: &Kept| kept.values + if is_selective { kept.products } else { 0 };
+        let per_position = |kept: &SavedByAdapter| kept.values + if is_selective { kept.products } else { 0 };
         self.block.kept += positions * kept.iter().map(per_position).sum::<usize>();
         if self.rounds {
             // Each layer with an adapter, always a linear layer, reads its own rounded copy of the input. Selective

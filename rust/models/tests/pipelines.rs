@@ -40,7 +40,7 @@ fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
             let original = CheckpointNaming { prefix: section.prefixes[0], naming: section.naming };
             let layout = model.layout(Some(original), None);
             assert_eq!(layout.prefix(), section.prefixes[0]);
-            let keys = names.iter().flat_map(|name| layout.places(name)).map(|key| key.key);
+            let keys = names.iter().flat_map(|name| layout.keys(name)).map(|key| key.key);
             assert!(keys.into_iter().any(|key| key == section.probe), "{}", section.probe);
         }
     }

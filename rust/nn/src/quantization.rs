@@ -9,7 +9,7 @@ pub struct Quantizable {
     /// Prefixes of the names of layers in blocks. Of the other layers, only those of `rows` are quantized.
     pub blocks: &'static [&'static str],
     /// Substrings of layer names. A layer in a block keeps its dtype if its name contains one of these substrings.
-    pub kept: &'static [&'static str],
+    pub unquantized: &'static [&'static str],
     /// Substrings of layer names. A layer whose name contains one of these substrings computes a block's modulation
     /// (shifts, scales and gates from the timestep). The model computes the modulation before the block runs.
     pub modulation: &'static [&'static str],
@@ -27,11 +27,12 @@ pub struct Quantizable {
 
 impl Quantizable {
     /// Quantizes no layer.
-    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
+    pub const NOTHING: Self = Self { blocks: &[], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     /// Whether the layer `name` is in a block and may be quantized.
     pub fn has(&self, name: &str) -> bool {
-        self.blocks.iter().any(|block| name.starts_with(block)) && !self.kept.iter().any(|kept| name.contains(kept))
+        self.blocks.iter().any(|block| name.starts_with(block))
+            && !self.unquantized.iter().any(|part| name.contains(part))
     }
 
     /// Whether the layer `name` computes a block's modulation.

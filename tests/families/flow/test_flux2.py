@@ -36,7 +36,7 @@ def test_padding_tokens_attend_to_words_but_not_to_padding(flux2_base: Path) -> 
     assert (other.numpy()[3] != with_padding[2].numpy()[3]).any()
     np.testing.assert_allclose(other.numpy()[4], with_padding[2].numpy()[4], atol=1e-6)
     for count in (0, 6):
-        with pytest.raises(ArgumentError, match=f"words is {count}, expected 1 to 5"):
+        with pytest.raises(ArgumentError, match=f"text_tokens is {count}, expected 1 to 5"):
             model.padded_states(padded, count, [1])
 
 
@@ -75,7 +75,7 @@ def test_distilled_models_are_recognized_by_their_index_or_file_name(
     index.write_text(json.dumps(distilled))
     family = families.load("flux2", folder, "f32", "cpu").family
     assert family.is_distilled
-    assert family.usual == (4, 1.0)  # The steps and the guidance scale of previews.
+    assert family.drawing_defaults == (4, 1.0)  # The steps and the guidance scale of previews.
     assert "undoes its distillation" in family.notes()[0]
     for setting in ({"guidance": 4.0}, {"negative_prompt": "x"}):
         configured = Flux2(folder, "f32", "cpu", TrainConfig(**setting))
@@ -88,7 +88,7 @@ def test_distilled_models_are_recognized_by_their_index_or_file_name(
     for name, expected in names.items():
         family = Flux2(tmp_path / f"{name}.safetensors", "f32", "cpu")
         assert family.is_distilled is expected
-        assert family.usual == ((4, 1.0) if expected else (50, 4.0))
+        assert family.drawing_defaults == ((4, 1.0) if expected else (50, 4.0))
 
 
 def test_original_files_with_a_separate_text_encoder_draw_the_same(

@@ -71,9 +71,9 @@ def test_distilled_models_draw_in_few_steps_without_guidance_by_default(
         return families.find(name)(path, "f32", "cpu", TrainConfig())  # type: ignore[return-value]
 
     base, fast = family(plain), family(distilled)
-    assert fast.usual == steps_and_guidance
-    assert base.usual.steps >= 28
-    assert base.usual.guidance > 1
+    assert fast.drawing_defaults == steps_and_guidance
+    assert base.drawing_defaults.steps >= 28
+    assert base.drawing_defaults.guidance > 1
     assert base.notes() == []
     assert "undoes its distillation" in fast.notes()[0]
 
@@ -82,13 +82,13 @@ def test_flux_schnell_draws_in_four_steps_and_reads_256_tokens(
     flux_base: Path, tmp_path: Path
 ) -> None:
     dev = families.load("flux", flux_base, "f32", "cpu").family
-    assert (dev.usual, dev.text_tokens) == ((28, 3.5), 512)
+    assert (dev.drawing_defaults, dev.text_tokens) == ((28, 3.5), 512)
     folder = tmp_path / "base"
     shutil.copytree(flux_base, folder)
     path = folder / "transformer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_embeds": False}))
     schnell = families.load("flux", folder, "f32", "cpu").family
-    assert (schnell.usual, schnell.text_tokens) == ((4, 1.0), 256)
+    assert (schnell.drawing_defaults, schnell.text_tokens) == ((4, 1.0), 256)
     # Without a scheduler's configuration, as with a single file, the shift is 1 as in schnell's
     # published configuration.
     shutil.rmtree(folder / "scheduler")

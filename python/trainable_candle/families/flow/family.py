@@ -12,7 +12,7 @@ from trainable_candle.families.pipeline.family import Encoders
 from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import ClipSkip, TextEncoders
 from trainable_candle.settings.objective import DistilledGuidance, NoisePrediction
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
     """Whether the published model computes values that are too large for f16."""
     goes_with: ClassVar[str]
     """The clause for messages that names the model's text encoders."""
-    distilled: ClassVar[Usual] = Usual(steps=4, guidance=1.0)
+    distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=4, guidance=1.0)
     """How images are drawn by default with a model that was distilled to a few steps."""
     held_tensors: ClassVar[int] = 12
     """The most tensors, of `width` values for each token, that a block holds without a tape."""
@@ -153,7 +153,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.distillation is not None
 
     @property
-    def usual(self) -> Usual:
+    def drawing_defaults(self) -> DrawingDefaults:
         """How images are drawn by default: distilled models take few steps and no guidance."""
         return self.distilled if self.is_distilled else self.drawing
 

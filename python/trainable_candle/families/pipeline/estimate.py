@@ -106,7 +106,7 @@ def estimate(
     # On a GPU the cache is not counted: batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    encoding = text_parts(family, config, limit) * family.text_working_values * itemsize
+    encoding = text_rows_at_once(family, config, limit) * family.text_working_values * itemsize
     captions = [text_weights, Item("text encoders", "activations", encoding), *cache]
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * count))
     images = [vae_weights, Item("vae", "activations", _coding(facts) * at_once), *cache]
@@ -190,7 +190,7 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     return max(0, int(min(_ENCODE_AREA, room // _coding(facts))))
 
 
-def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
+def text_rows_at_once(family: Sizes, config: TrainConfig, limit: float) -> int:
     """Return the number of rows of tokens that the text encoders encode at once.
 
     On a GPU, the result is the number of rows that fit in half of the memory that the encoders

@@ -174,9 +174,9 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Return how many pixels to encode at once; see `estimate.encode_area`."""
         return memory.encode_area(self.facts, self.config, memory_limit(self.config))
 
-    def text_parts(self) -> int:
-        """Return how many rows of tokens to encode at once; see `estimate.text_parts`."""
-        return memory.text_parts(self, self.config, memory_limit(self.config))
+    def text_rows_at_once(self) -> int:
+        """Return how many rows of tokens to encode at once; see `estimate.text_rows_at_once`."""
+        return memory.text_rows_at_once(self, self.config, memory_limit(self.config))
 
     # The models of the pipeline.
 

@@ -19,7 +19,7 @@ from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import TrainingAdapters
 from trainable_candle.settings.objective import DistilledGuidance, Flow
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.text.clip_tokenizer import SHIPPED
 from trainable_candle.train.sampler import Sampler
@@ -61,7 +61,7 @@ class SDXL(PipelineFamily[TextEncoders]):
     text_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2",
     )  # fmt: skip
-    drawing: ClassVar[Usual] = Usual(steps=25, guidance=5.0)
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=25, guidance=5.0)
     text_tokens: ClassVar[int] = 77
     model: SDXLUNet
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Features = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-class Usual(NamedTuple):
+class DrawingDefaults(NamedTuple):
     """The model's values for the options of drawing that are not given."""
 
     steps: int = 25
@@ -53,11 +53,11 @@ class SampleOptions:
     sampler: str | None = None
     """`euler` or `dpmpp_2m`."""
 
-    def chosen(self, usual: Usual) -> Usual:
-        """Return the steps and the guidance of these options; `usual` has those that are None."""
-        return Usual(
-            usual.steps if self.steps is None else self.steps,
-            usual.guidance if self.guidance is None else self.guidance,
+    def chosen(self, defaults: DrawingDefaults) -> DrawingDefaults:
+        """Return the steps and the guidance of these options; None is replaced by the default."""
+        return DrawingDefaults(
+            defaults.steps if self.steps is None else self.steps,
+            defaults.guidance if self.guidance is None else self.guidance,
         )
 
 
@@ -109,7 +109,7 @@ def draw(
     factor = family.coder.factor
     shape = (family.coder.channels, height // factor, width // factor)
     graphs = _graphs(family)
-    steps, guidance = options.chosen(family.usual)
+    steps, guidance = options.chosen(family.drawing_defaults)
     # A model with distilled guidance is called once per step, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []

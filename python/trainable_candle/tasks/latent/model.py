@@ -11,7 +11,7 @@ from trainable_candle.hub import shown_name
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.latent.data import load_images
-from trainable_candle.tasks.latent.drawing import Usual
+from trainable_candle.tasks.latent.drawing import DrawingDefaults
 from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class LatentModel(ABC):
     text_targets: ClassVar[tuple[str, ...]] = ()
     """The layers of the text encoders that get adapters if the encoders are trained, too. Empty if
     the family cannot train them."""
-    drawing: ClassVar[Usual] = Usual()
-    """How the models of the family draw images by default; `usual` may differ for some weights."""
+    drawing: ClassVar[DrawingDefaults] = DrawingDefaults()
+    """How the family's models draw images by default; see also `drawing_defaults`."""
     no_prompt: ClassVar[str] = ""
     """The negative prompt if the options have none."""
     reads_texts_apart: ClassVar[bool] = False
@@ -212,7 +212,7 @@ class LatentModel(ABC):
         """Return the most pixels of the images that are encoded at once; 0: encode them singly."""
         return 0
 
-    def text_parts(self) -> int:
+    def text_rows_at_once(self) -> int:
         """Return the largest sum of `text_length` over the captions that are encoded at once."""
         return 1
 
@@ -285,7 +285,7 @@ class LatentModel(ABC):
         """
 
     @property
-    def usual(self) -> Usual:
+    def drawing_defaults(self) -> DrawingDefaults:
         """How these weights draw images by default."""
         return self.drawing
 
@@ -339,7 +339,7 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """Return a caption's size for `text_parts`; only captions of equal size share a batch."""
+        """Return a caption's size, in rows of tokens; only captions of equal size share a batch."""
         return 1
 
     def truncates(self, caption: str) -> bool:  # noqa: ARG002

@@ -15,7 +15,7 @@ from trainable_candle.settings.previews import SAMPLERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainable_candle.tasks.latent.drawing import SampleOptions, Usual
+    from trainable_candle.tasks.latent.drawing import DrawingDefaults, SampleOptions
 
 _FLAG: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
 _LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
@@ -135,7 +135,9 @@ text of the value.
 """
 
 
-def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], place: Place) -> str:
+def infotext(
+    prompt: Prompt, model: str, used: DrawingDefaults, size: tuple[int, int], place: Place
+) -> str:
     """Return how an image was drawn, in A1111's format for the entry `parameters` of a PNG.
 
     Args:

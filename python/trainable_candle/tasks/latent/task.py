@@ -148,7 +148,7 @@ class LatentTask:
         family.check_prompt(prompt.text)
         self._refuse_unused(options)
         side = family.config.resolution or family.resolution
-        steps = options.chosen(family.usual).steps
+        steps = options.chosen(family.drawing_defaults).steps
         # Making the sampler checks its name and the number of steps.
         family.stepper(steps, options.sampler, options.size or (side, side))
         if options.size:
@@ -308,7 +308,7 @@ class LatentTask:
         for options, group in groupby(prompts, key=lambda prompt: prompt.options):
             alike = list(group)
             images = self.draw([prompt.text for prompt in alike], options)
-            used = options.chosen(family.usual)
+            used = options.chosen(family.drawing_defaults)
             for index, (image, prompt) in enumerate(zip(images, alike, strict=True)):
                 # `draw` draws batches of up to `at_once` images. The seed of a batch is that of the
                 # options plus `start`, the index of the batch's first image.
@@ -384,7 +384,7 @@ class LatentTask:
                 f"sample: the negative prompt has no effect on {family.shown_name}, which makes no "
                 "second prediction for it; leave it out"
             )
-        if options.guidance is None and family.usual.guidance == 1:
+        if options.guidance is None and family.drawing_defaults.guidance == 1:
             raise ConfigError(
                 f"sample: the negative prompt has no effect, because {family.shown_name} is drawn "
                 "without guidance by default; give a guidance scale above 1, too, or leave the "

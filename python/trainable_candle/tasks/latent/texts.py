@@ -78,7 +78,7 @@ def prepare_texts(
         cache_options(config),
         identity,
         folder=folder_for_cache(config, data.train, report),
-        encode_parts=family.text_parts(),
+        encode_parts=family.text_rows_at_once(),
         parts=family.text_length,
     )
     captions = data.train.possible_captions()

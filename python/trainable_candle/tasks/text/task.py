@@ -15,7 +15,7 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError, DatasetError, WeightsFormatError
 from trainable_candle.export.adapter import short_names
-from trainable_candle.export.merged import CONFIG, as_unquantized
+from trainable_candle.export.merged import CONFIG, remove_quantization
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.peft import integer_if_whole
 from trainable_candle.settings.checks import existing
@@ -372,7 +372,7 @@ class TextTask:
         # `save_pretrained` has written a configuration with the present dtype. Keep it if the user
         # chose the dtype, else replace it by the original configuration.
         copy_files(self.family.weights, output, *([] if self.family.dtype else [CONFIG]))
-        as_unquantized(output)
+        remove_quantization(output)
 
     def loss_on(self, dataset: str) -> float:
         """Return the mean loss on a data set of texts, with the adapter if there is one.

@@ -64,7 +64,7 @@ impl Board {
             names.push(op);
             names.len() - 1
         });
-        Mut::new(self.address(), Element::U64).behind(entry.min(ENTRIES - 1) * size_of::<u64>())
+        Mut::new(self.address(), Element::U64).offset_by(entry.min(ENTRIES - 1) * size_of::<u64>())
     }
 
     /// Waits for the device, then reads and clears the entries. Does nothing if no kernel can have written to an entry

@@ -77,7 +77,7 @@ struct LlamaCpp {
 }
 
 impl Layout for LlamaCpp {
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         self.place(name).into_iter().collect()
     }
 

@@ -61,7 +61,7 @@ impl Layout for Transformers {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         let inside = name.strip_prefix(BODY);
         let nested = inside.filter(|_| self.is_vl).map(|inside| Key::plain(format!("{VL_BODY}{inside}")));
         std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()

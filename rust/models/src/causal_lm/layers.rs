@@ -92,25 +92,25 @@ impl DecoderLayer {
         self.finish(x, &mixed)
     }
 
-    /// As [`forward`](Self::forward), for one text that is followed by padding. The first `words` of the N rows are the
-    /// text's tokens, 0 < words < N, and the other rows are padding tokens. `cu_seqlens` is [0, words]. Each padding
+    /// As [`forward`](Self::forward), for one text that is followed by padding. The first `text_tokens` of the N rows are the
+    /// text's tokens, 0 < text_tokens < N, and the other rows are padding tokens. `cu_seqlens` is [0, text_tokens]. Each padding
     /// token attends to all tokens of the text, but to no padding token.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,
-        words: usize,
+        text_tokens: usize,
         [cos, sin, cu_seqlens]: [&Tensor; 3],
     ) -> Result<Tensor> {
         let [q, k, v] = self.project(x, [cos, sin])?;
-        let text = |x: &Tensor| x.narrow(0, 0, words);
+        let text = |x: &Tensor| x.narrow(0, 0, text_tokens);
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
-        let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
+        let (padding, width) = (x.dims()[0] - text_tokens, q.dims()[2]);
         // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens, in all
         // query heads that share the key head, are the query rows of one attention.
         let group = self.heads / self.kv_heads;
         let by_key_head = (padding, self.kv_heads, group, width);
-        let queries = q.narrow(0, words, padding)?.reshape(by_key_head)?.permute(&[1, 0, 2, 3])?;
+        let queries = q.narrow(0, text_tokens, padding)?.reshape(by_key_head)?.permute(&[1, 0, 2, 3])?;
         let queries = queries.reshape((self.kv_heads, padding * group, width))?;
         let (keys, values) = (keys.transpose(0, 1)?.contiguous()?, values.transpose(0, 1)?.contiguous()?);
         let of_padding = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

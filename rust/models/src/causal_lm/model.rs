@@ -210,26 +210,29 @@ impl CausalLM {
         })
     }
 
-    /// As [`states`](Self::states), for one text. The first `words` tokens of `input_ids (N)` are the text, and the
+    /// As [`states`](Self::states), for one text. The first `text_tokens` tokens of `input_ids (N)` are the text, and the
     /// other tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in
     /// transformers with an attention mask.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `words` is 0 or larger than N; otherwise as [`states`](Self::states).
-    pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
+    /// [`Error::Argument`] if `text_tokens` is 0 or larger than N; otherwise as [`states`](Self::states).
+    pub fn padded_states(&self, input_ids: &Tensor, text_tokens: usize, after: &[usize]) -> Result<Vec<Tensor>> {
         let (tokens, device) = (input_ids.elem_count(), input_ids.device());
-        if words == 0 || words > tokens {
-            return Err(Error::argument(OP, format!("words is {words}, expected 1 to {tokens}, the number of tokens")));
+        if text_tokens == 0 || text_tokens > tokens {
+            return Err(Error::argument(
+                OP,
+                format!("text_tokens is {text_tokens}, expected 1 to {tokens}, the number of tokens"),
+            ));
         }
         let positions = Tensor::from_vec((0..tokens as i64).collect(), tokens, device)?;
-        let bounds = Tensor::from_vec(vec![0, words as i64], 2, device)?;
+        let bounds = Tensor::from_vec(vec![0, text_tokens as i64], 2, device)?;
         self.states_by(input_ids, &positions, after, |index, x, [cos, sin]| {
             self.layers.run_one(index, &[x, cos, sin, &bounds], move |layer, inputs| {
                 let [x, cos, sin, bounds] = inputs else { unreachable!("four inputs") };
-                if words == tokens {
+                if text_tokens == tokens {
                     return layer.forward(x, [cos, sin, bounds]);
                 }
-                layer.forward_padded(x, words, [cos, sin, bounds])
+                layer.forward_padded(x, text_tokens, [cos, sin, bounds])
             })
         })
     }
@@ -306,7 +309,7 @@ impl Architecture for CausalLM {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["model.layers."],
-        kept: &[],
+        unquantized: &[],
         modulation: &[],
         rows: &[keys::EMBEDDING, keys::HEAD],
         multiplied: &[],
@@ -323,7 +326,7 @@ impl Architecture for CausalLM {
         }
     }
 
-    fn names(
+    fn parameter_layout(
         config: &CausalLMConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -375,7 +378,7 @@ impl Model for CausalLM {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn require_whole(&self) -> Result<()> {

@@ -169,7 +169,7 @@ impl Architecture for ChromaTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        kept: &[],
+        unquantized: &[],
         modulation: &[],
         rows: &[],
         multiplied: &[],
@@ -183,7 +183,7 @@ impl Architecture for ChromaTransformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &ChromaConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -219,7 +219,7 @@ impl Model for ChromaTransformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

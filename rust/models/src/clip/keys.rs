@@ -35,7 +35,7 @@ impl Layout for Transformers {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         // transformers 5 omits `text_model.` in files of models without a projection.
         std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
@@ -56,7 +56,7 @@ impl Layout for OpenClip {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         if name == "text_projection.weight" {
             // OpenCLIP has a plain matrix (in, out) in place of a linear layer.
             let transposed = Key { key: "text_projection".to_owned(), form: Form::Transposed };

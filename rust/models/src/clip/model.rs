@@ -176,8 +176,13 @@ impl Architecture for CLIPTextModel {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["text_model.encoder.layers."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["text_model.encoder.layers."],
+        unquantized: &[],
+        modulation: &[],
+        rows: &[],
+        multiplied: &[],
+    };
 
     fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
@@ -187,7 +192,7 @@ impl Architecture for CLIPTextModel {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &CLIPTextConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -218,7 +223,7 @@ impl Model for CLIPTextModel {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     /// Other tools use transformers' names of the layers, which are also the names in this library.

@@ -163,7 +163,7 @@ impl Architecture for DigitsTransformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
+        Quantizable { blocks: &["transformer_blocks."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
@@ -173,7 +173,7 @@ impl Architecture for DigitsTransformer {
         Err(Error::Config("DigitsTransformer: the file has no configuration; give config=".into()))
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &DigitsConfig,
         _original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -212,6 +212,6 @@ impl Model for DigitsTransformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 }

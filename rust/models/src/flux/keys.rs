@@ -32,7 +32,7 @@ impl Layout for OriginalTransformer {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         let Some(weight) = self.names.find(name) else { return Vec::new() };
         // The parameter of an RMS norm is called `scale` in original files, and `weight` in files of some other tools.
         let is_norm = [".norm.", ".norms."].iter().any(|norm| weight.key.contains(norm));

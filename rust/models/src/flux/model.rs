@@ -165,7 +165,7 @@ impl Architecture for FluxTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        kept: &[],
+        unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
         rows: &[],
         multiplied: &[],
@@ -179,7 +179,7 @@ impl Architecture for FluxTransformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &FluxConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -215,7 +215,7 @@ impl Model for FluxTransformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

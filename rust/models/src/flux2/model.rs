@@ -180,7 +180,7 @@ impl Architecture for Flux2Transformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        kept: &[],
+        unquantized: &[],
         modulation: &[],
         rows: &[],
         multiplied: &[],
@@ -194,7 +194,7 @@ impl Architecture for Flux2Transformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &Flux2Config,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -232,7 +232,7 @@ impl Model for Flux2Transformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

@@ -53,8 +53,11 @@ pub trait Architecture: Model + Sized {
 
     /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
     /// is this checkpoint, if it exists already.
-    fn names(config: &Self::Config, original: Option<CheckpointNaming>, files: Option<&WeightFiles>)
-    -> Box<dyn Layout>;
+    fn parameter_layout(
+        config: &Self::Config,
+        original: Option<CheckpointNaming>,
+        files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout>;
 
     /// Whether the configuration says that the model needs f32, because half precision is not enough for it.
     fn force_upcast(_config: &Self::Config) -> bool {
@@ -85,7 +88,7 @@ pub trait Architecture: Model + Sized {
         let config = Self::read_config(files)?;
         let upcasts = files.upcasts(dtype, Self::force_upcast(&config));
         let dtype = if upcasts { Some(DType::F32) } else { dtype };
-        let layout = |weights: &WeightFiles| Self::names(&config, files.original(), Some(weights));
+        let layout = |weights: &WeightFiles| Self::parameter_layout(&config, files.original(), Some(weights));
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
         let streaming = Self::streaming(&config, files.stream(), device)?;
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))

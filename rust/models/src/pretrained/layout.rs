@@ -31,7 +31,7 @@ pub trait Layout {
 
     /// The keys, without the prefix, under which a file may store the parameter `name`, each with the form of the
     /// stored tensor. Readers use the first key that the file has; writers use the first key.
-    fn places(&self, name: &str) -> Vec<Key>;
+    fn keys(&self, name: &str) -> Vec<Key>;
 
     /// Whether readers skip the tensor under this key (without the prefix), because the model does not use it.
     fn ignores(&self, key: &str) -> bool {
@@ -44,7 +44,7 @@ pub trait Layout {
 pub struct OwnNames;
 
 impl Layout for OwnNames {
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         vec![Key::plain(name)]
     }
 }
@@ -57,8 +57,8 @@ impl Layout for PrefixedNames {
         self.0
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
-        OwnNames.places(name)
+    fn keys(&self, name: &str) -> Vec<Key> {
+        OwnNames.keys(name)
     }
 }
 

@@ -23,7 +23,7 @@ use trainable_candle_nn::{Module, Quantization, Source, StreamOptions, Streaming
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
 pub use layout::{CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, renamed};
-pub use save::{Written, save_checkpoint, save_pretrained};
+pub use save::{WriteOptions, save_checkpoint, save_pretrained};
 pub use sizes::StoredSizes;
 use stored::StoredWeights;
 

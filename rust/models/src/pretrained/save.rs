@@ -80,7 +80,7 @@ fn bitsandbytes_config(dtype: DType, skipped: &[String]) -> Value {
 
 /// Options for writing weights.
 #[derive(Clone, Debug, Default)]
-pub struct Written {
+pub struct WriteOptions {
     /// The floating-point dtype to which the weights that are not quantized are converted. With None, each keeps its
     /// own dtype.
     pub dtype: Option<DType>,
@@ -105,7 +105,7 @@ pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
     base: Option<&Path>,
-    written: &Written,
+    written: &WriteOptions,
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
     if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
@@ -236,7 +236,7 @@ impl StoredModel {
         let is_chosen = |layer: &str| layers.contains_key(layer) && model.kind().quantizable.has(layer);
         let mut groups: BTreeMap<String, Group> = BTreeMap::new();
         for (name, weight) in model.named_weights() {
-            let Some(Key { key, form }) = layout.places(&name).into_iter().next() else {
+            let Some(Key { key, form }) = layout.keys(&name).into_iter().next() else {
                 return Err(Error::argument("save", format!("parameter \"{name}\" has no key in this kind of file")));
             };
             let is_chosen_weight = name.strip_suffix(".weight").is_some_and(is_chosen);

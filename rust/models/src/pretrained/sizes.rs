@@ -19,7 +19,7 @@ impl<'a> StoredSizes<'a> {
 
     /// The shape of the tensor that holds the parameter `name`, if there is one.
     fn shape(&self, name: &str) -> Option<&[usize]> {
-        let mut places = self.layout.places(name).into_iter();
+        let mut places = self.layout.keys(name).into_iter();
         places.find_map(|place| self.files.shape(&format!("{}{}", self.layout.prefix(), place.key)))
     }
 

@@ -22,7 +22,7 @@ impl StoredWeights {
     /// The key of the tensor that holds the parameter `name`, and the form of the tensor. None if there is no such
     /// tensor.
     fn find(&self, name: &str) -> Option<(String, Form)> {
-        self.layout.places(name).into_iter().find_map(|place| {
+        self.layout.keys(name).into_iter().find_map(|place| {
             let key = format!("{}{}", self.layout.prefix(), place.key);
             self.files.shape(&key).is_some().then_some((key, place.form))
         })

@@ -161,7 +161,7 @@ impl Architecture for QwenImageTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks."],
-        kept: &[],
+        unquantized: &[],
         modulation: &MODULATION,
         rows: &[],
         multiplied: &[],
@@ -175,7 +175,7 @@ impl Architecture for QwenImageTransformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &QwenImageConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -209,7 +209,7 @@ impl Model for QwenImageTransformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

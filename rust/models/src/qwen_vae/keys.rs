@@ -34,7 +34,7 @@ impl Layout for AutoencoderLayout {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         let key = if self.has_wan_names { wan_name(name, self.layers_per_level) } else { Some(name.to_owned()) };
         key.map(|key| Key { key, form: form(name) }).into_iter().collect()
     }

@@ -99,7 +99,7 @@ impl Architecture for AutoencoderKLQwenImage {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(
+    fn parameter_layout(
         config: &QwenVaeConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -122,6 +122,6 @@ impl Model for AutoencoderKLQwenImage {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 }

@@ -30,7 +30,7 @@ impl Layout for OriginalTransformer {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         original_key(name, self.last).into_iter().collect()
     }
 }

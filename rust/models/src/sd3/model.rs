@@ -165,7 +165,7 @@ impl Architecture for SD3Transformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks."],
-        kept: &[],
+        unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear"],
         rows: &[],
         multiplied: &[],
@@ -179,7 +179,11 @@ impl Architecture for SD3Transformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(config: &SD3Config, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn parameter_layout(
+        config: &SD3Config,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original, config)
     }
 }
@@ -210,7 +214,7 @@ impl Model for SD3Transformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

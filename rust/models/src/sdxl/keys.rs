@@ -28,7 +28,7 @@ impl Layout for OriginalUNet {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         original_name(name, &self.config).map(Key::plain).into_iter().collect()
     }
 }

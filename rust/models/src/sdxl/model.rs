@@ -200,7 +200,7 @@ impl Architecture for SDXLUNet {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["down_blocks.", "mid_block.", "up_blocks."],
-        kept: &["time_emb_proj"],
+        unquantized: &["time_emb_proj"],
         modulation: &[],
         rows: &[],
         multiplied: &["ff.net."],
@@ -214,7 +214,11 @@ impl Architecture for SDXLUNet {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(config: &UNetConfig, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn parameter_layout(
+        config: &UNetConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original, config)
     }
 }
@@ -258,7 +262,7 @@ impl Model for SDXLUNet {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

@@ -28,7 +28,7 @@ impl Layout for Transformers {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         if name == EMBEDDINGS[0] {
             return EMBEDDINGS.map(Key::plain).to_vec();
         }
@@ -46,7 +46,7 @@ impl Layout for Transformers {
 struct LlamaCpp;
 
 impl Layout for LlamaCpp {
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         const OUTSIDE: [(&str, &str); 2] =
             [(EMBEDDINGS[0], "token_embd.weight"), ("encoder.final_layer_norm.weight", "enc.output_norm.weight")];
         const INSIDE: [(&str, &str); 11] = [
@@ -90,7 +90,7 @@ pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec
     let layout = layout(Some(original));
     let matrix_size = |name: &str| {
         let shape = |key: Key| files.shape(&format!("{}{}", original.prefix, key.key));
-        match layout.places(name).into_iter().find_map(shape) {
+        match layout.keys(name).into_iter().find_map(shape) {
             Some(&[rows, columns]) => Ok((rows, columns)),
             _ => Err(Error::Config(format!(
                 "{}: the shapes of the checkpoint do not determine the size of {name}; give config=, the path of the \

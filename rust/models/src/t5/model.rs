@@ -114,7 +114,7 @@ impl Architecture for T5Encoder {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["encoder.block."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
+        Quantizable { blocks: &["encoder.block."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
@@ -124,7 +124,11 @@ impl Architecture for T5Encoder {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &T5Config, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn parameter_layout(
+        _config: &T5Config,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original)
     }
 }
@@ -143,7 +147,7 @@ impl Model for T5Encoder {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     /// Other tools use transformers' names of the layers, which are also this library's.

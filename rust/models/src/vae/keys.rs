@@ -45,7 +45,7 @@ fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
 struct Diffusers;
 
 impl Layout for Diffusers {
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         const OLDER: [(&str, &str); 5] = [
             ("group_norm", "group_norm"),
             ("to_q", "query"),
@@ -81,7 +81,7 @@ impl Layout for OriginalAutoencoder {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         let quant = QUANT.iter().find(|(layer, _)| self.is_normed && name.starts_with(layer));
         let quant = quant.map(|(_, coder)| Key::plain(format!("{coder}{name}")));
         quant.into_iter().chain(self.place(name)).collect()

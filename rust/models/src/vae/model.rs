@@ -129,7 +129,11 @@ impl Architecture for AutoencoderKL {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(config: &VaeConfig, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn parameter_layout(
+        config: &VaeConfig,
+        original: Option<CheckpointNaming>,
+        files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original, config, files)
     }
 
@@ -158,6 +162,6 @@ impl Model for AutoencoderKL {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 }

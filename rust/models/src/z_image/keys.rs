@@ -29,7 +29,7 @@ impl Layout for OriginalTransformer {
         self.0
     }
 
-    fn places(&self, name: &str) -> Vec<Key> {
+    fn keys(&self, name: &str) -> Vec<Key> {
         vec![comfyui_key(name)]
     }
 

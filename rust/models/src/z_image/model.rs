@@ -269,7 +269,7 @@ impl Architecture for ZImageTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["layers.", "noise_refiner.", "context_refiner."],
-        kept: &["adaLN_modulation"],
+        unquantized: &["adaLN_modulation"],
         modulation: &[],
         rows: &[],
         multiplied: &[],
@@ -283,7 +283,7 @@ impl Architecture for ZImageTransformer {
         keys::deduce(files, original, known)
     }
 
-    fn names(
+    fn parameter_layout(
         _config: &ZImageConfig,
         original: Option<CheckpointNaming>,
         _files: Option<&WeightFiles>,
@@ -328,7 +328,7 @@ impl Model for ZImageTransformer {
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Self::names(&self.config, original, files)
+        Self::parameter_layout(&self.config, original, files)
     }
 
     fn original_names(&self) -> OriginalNames {

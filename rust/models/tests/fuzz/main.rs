@@ -215,7 +215,8 @@ fn damaged_original_checkpoints_are_read_or_rejected() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = load_golden("sdxl/text_encoder");
-    save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::Written::default()).unwrap();
+    save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::WriteOptions::default())
+        .unwrap();
     let valid = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
     run("original_checkpoints", &path, &valid, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());

@@ -13,7 +13,7 @@ use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var, no_grad};
 
-use super::kind::{Kept, Parameters, Start, StartValues, find, input_norm};
+use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find, input_norm};
 use super::lora::{self, DOWN, Lora, UP};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
@@ -34,7 +34,7 @@ pub static KIND: AdapterKind = AdapterKind {
     ],
     mark: &[PER_OUTPUT, PER_INPUT],
     ranked: &[DOWN],
-    kept: Kept::low_rank,
+    saved: SavedByAdapter::low_rank,
     start,
     build,
 };

@@ -20,7 +20,7 @@ pub struct AdapterKind {
     /// has determines the adapter's rank. An adapter that has none of them has no rank.
     pub ranked: &'static [&'static str],
     /// What the tape keeps of a layer with this kind of adapter.
-    pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
+    pub saved: fn(base: &Base<'_>, settings: &AdapterSettings) -> SavedByAdapter,
     /// The shapes and initial values of an adapter's parameters. With these values, a layer computes the same as
     /// without the adapter.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
@@ -30,11 +30,11 @@ pub struct AdapterKind {
 
 /// What the tape keeps of an adapter's layer, in addition to what it keeps of the layer without an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct SavedByAdapter {
     /// Whether the tape keeps the layer's input.
     pub input: bool,
     /// Whether the tape keeps the input even if the backward pass could compute it again ([`Tensor::recomputed`]).
-    pub recomputed: bool,
+    pub even_if_recomputable: bool,
     /// The number of further values that the tape keeps for each output position (a token or a pixel).
     pub values: usize,
     /// The number of values for each output position that the tape keeps only under selective checkpointing: results of
@@ -42,11 +42,11 @@ pub struct Kept {
     pub products: usize,
 }
 
-impl Kept {
+impl SavedByAdapter {
     /// What the tape keeps of a low-rank product: the input, and the input times the first factor, which has as many
     /// values for each position as the rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
-        Self { input: true, recomputed: false, values: settings.rank, products: 0 }
+        Self { input: true, even_if_recomputable: false, values: settings.rank, products: 0 }
     }
 }
 

@@ -11,7 +11,7 @@ use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
-use super::kind::{Kept, Parameters, Start, StartValues, find};
+use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
@@ -26,7 +26,7 @@ pub static KIND: AdapterKind = AdapterKind {
     parameters: &[(A1, Layout::Same), (B1, Layout::FlatKernel), (A2, Layout::Same), (B2, Layout::FlatKernel)],
     mark: &[A1],
     ranked: &[B1],
-    kept: Kept::low_rank,
+    saved: SavedByAdapter::low_rank,
     start,
     build,
 };

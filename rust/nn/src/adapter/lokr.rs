@@ -11,7 +11,7 @@
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
-use super::kind::{Kept, Parameters, Start, StartValues, find};
+use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
@@ -33,7 +33,7 @@ pub static KIND: AdapterKind = AdapterKind {
     ],
     mark: &[SMALL[0], SMALL[1]],
     ranked: &[LARGE[2], SMALL[2]],
-    kept: Kept::low_rank,
+    saved: SavedByAdapter::low_rank,
     start,
     build,
 };

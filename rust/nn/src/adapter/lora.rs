@@ -10,7 +10,7 @@ use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
-use super::kind::{Kept, Parameters, Start, StartValues, find};
+use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout, training};
 use crate::base::{Base, Operation};
 
@@ -25,7 +25,7 @@ pub static KIND: AdapterKind = AdapterKind {
     parameters: &[(DOWN, Layout::Kernel), (UP, Layout::Pointwise)],
     mark: &[],
     ranked: &[DOWN],
-    kept: Kept::low_rank,
+    saved: SavedByAdapter::low_rank,
     start,
     build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
 };

@@ -24,7 +24,7 @@ pub use beside::TrainingAdapter;
 pub(crate) use beside::{Beside, Product};
 pub use config::{LoraConfig, scale};
 pub use dora::Dora;
-pub use kind::{AdapterKind, Build, Kept, Parameters, Start, StartValues};
+pub use kind::{AdapterKind, Build, Parameters, SavedByAdapter, Start, StartValues};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};

@@ -22,7 +22,7 @@ use std::str::FromStr;
 use trainable_candle_core::ops::cayley::{cayley, size_of};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
-use super::kind::{Kept, Parameters, Start, StartValues, find};
+use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
 
@@ -41,7 +41,7 @@ pub static KIND: AdapterKind = AdapterKind {
     parameters: &[(INPUT, Layout::Same), (OUTPUT, Layout::UpperTriangle)],
     mark: &[INPUT, OUTPUT],
     ranked: &[],
-    kept,
+    saved,
     start,
     build,
 };
@@ -121,10 +121,14 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 
 /// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input,
 /// or its result without the bias.
-fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
+fn saved(base: &Base<'_>, settings: &AdapterSettings) -> SavedByAdapter {
     match settings.oft_side {
-        OftSide::Input => Kept { input: true, recomputed: true, values: 0, products: base.inputs() },
-        OftSide::Output => Kept { input: false, recomputed: false, values: base.rows(), products: 0 },
+        OftSide::Input => {
+            SavedByAdapter { input: true, even_if_recomputable: true, values: 0, products: base.inputs() }
+        }
+        OftSide::Output => {
+            SavedByAdapter { input: false, even_if_recomputable: false, values: base.rows(), products: 0 }
+        }
     }
 }
 

@@ -51,8 +51,8 @@ pub(super) fn clip(
     max_norm: f64,
     norm_type: NormType,
 ) -> Result<Clip> {
-    let Gradients { mut vectors, loose } = Gradients::of(params)?;
-    vectors.extend(loose.iter().filter_map(Var::grad_storage));
+    let Gradients { mut vectors, unbound } = Gradients::of(params)?;
+    vectors.extend(unbound.iter().filter_map(Var::grad_storage));
     Clip::of(op, device, &vectors, norm_type == NormType::Inf, max_norm, None)
 }
 
@@ -67,7 +67,7 @@ pub(super) fn rescale(
     let gradients = Gradients::of(params)?;
     let scale = |gradients: &Raw| scale_gradients(op, gradients, clip, loss_scale);
     gradients.vectors.iter().try_for_each(scale)?;
-    gradients.loose.iter().try_for_each(|var| var.change_grad(scale))
+    gradients.unbound.iter().try_for_each(|var| var.change_grad(scale))
 }
 
 /// Computes the norm of the gradients of `params`, which are on the CPU.

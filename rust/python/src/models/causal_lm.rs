@@ -385,7 +385,7 @@ impl CausalLM {
     ///
     /// Args:
     ///     input_ids: token ids, (N,), i64 or u32.
-    ///     words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; all
+    ///     text_tokens: the number of tokens of the text, 1 to N. The first `text_tokens` tokens of `input_ids` are the text; all
     ///         later tokens are padding.
     ///     layers: the numbers of the states to return, as in `hidden_states`.
     ///
@@ -395,21 +395,21 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if `words` is not from 1 to N, or if a number in `layers` is negative or exceeds the number
+    ///     ArgumentError: if `text_tokens` is not from 1 to N, or if a number in `layers` is negative or exceeds the number
     ///         of layers that were loaded.
     fn padded_states(
         &self,
         py: Python<'_>,
         input_ids: Argument<PyRef<'_, Tensor>>,
-        words: Integer,
+        text_tokens: Integer,
         layers: Vec<Integer>,
     ) -> Result<Vec<Tensor>> {
         const OP: &str = "padded_states";
         let input_ids = input_ids.get(OP, "input_ids")?;
-        let words = words.count(OP, "words")?;
+        let text_tokens = text_tokens.count(OP, "text_tokens")?;
         let layers = layers.into_iter().map(|layer| layer.count(OP, "layers")).collect::<Result<Vec<_>>>()?;
         let ids = &input_ids.0;
-        let states = detached(py, || self.0.padded_states(ids, words, &layers))?;
+        let states = detached(py, || self.0.padded_states(ids, text_tokens, &layers))?;
         Ok(states.into_iter().map(Tensor).collect())
     }
 

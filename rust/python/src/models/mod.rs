@@ -476,7 +476,7 @@ pub fn save_checkpoint(
     let path = path.get(OP)?;
     let base = base.map(|base| base.get(OP)).transpose()?;
     let models: Vec<(String, Loaded)> = models.into_iter().map(|(name, model)| (name, model.model.clone())).collect();
-    let options = models::Written { dtype: dtype.map(|dtype| dtype.0), formats };
+    let options = models::WriteOptions { dtype: dtype.map(|dtype| dtype.0), formats };
     detached(py, || {
         let models: Vec<(&str, &dyn models::Model)> =
             models.iter().map(|(name, model)| (name.as_str(), &**model)).collect();

@@ -24,7 +24,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
             y: output(op, &y)?,
             rows: (y.elem_count() / (columns.before_width + columns.width)) as u64,
             x_row: x.dims()[columns.dim] as u64,
-            kept: count32(op, columns.before_width)?,
+            before_width: count32(op, columns.before_width)?,
             width: count32(op, columns.width)?,
         };
         // SAFETY: the tensors are dense and have the sizes in the arguments.

@@ -20,7 +20,7 @@ pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, scale: f64
         let (state_address, State { seed, offset }) = generator(state);
         let (x, len) = (input(op, &x)?, y.elem_count() as u64);
         let y_output = output(op, &y)?;
-        let arguments = Dropout { x, y: y_output, state: state_address, seed, offset, len, threshold, kept: scale };
+        let arguments = Dropout { x, y: y_output, state: state_address, seed, offset, len, threshold, scale };
         // SAFETY: both tensors are dense and of this length.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }

@@ -150,12 +150,12 @@ impl Rounded {
     }
 
     /// Rounds each row of the gradient `g` (rows, columns), whose columns are first multiplied by the scales of the
-    /// rows of `w` (columns, inner). Fills `turned`, if given, with the transposed codes of `w` and with ones.
-    fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, turned: Option<&Transposed>) -> Result<Self> {
+    /// rows of `w` (columns, inner). Fills `transposed`, if given, with the transposed codes of `w` and with ones.
+    fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, transposed: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
         let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
         let tiles = |size: usize| size.div_ceil(TILE);
-        let tiles = match turned {
+        let tiles = match transposed {
             Some(_) => tiles(w.dims[1]) * w.parts.iter().map(|part| tiles(part.rows)).sum::<usize>(),
             None => 0,
         };
@@ -170,8 +170,8 @@ impl Rounded {
             is_int8: u32::from(w.kind() == Codes::Int8),
             codes: output(OP, &rounded.codes)?,
             scales: output(OP, &rounded.scales)?,
-            turned: optional_output(OP, turned.map(|turned| &turned.codes))?,
-            ones: optional_output(OP, turned.map(|turned| &turned.ones))?,
+            transposed: optional_output(OP, transposed.map(|transposed| &transposed.codes))?,
+            ones: optional_output(OP, transposed.map(|transposed| &transposed.ones))?,
         };
         let mut shape = Shape::teams(rounded.rows, rounded.columns, HELD, g.dtype());
         // The blocks of these tiles transpose, the others round.
@@ -311,42 +311,42 @@ fn product_of_rounded(
 /// Computes g W; returns `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, dtype) = (Gpu::of(OP, g)?, g.dtype());
-    if let Some(turned) = &w.transposed {
-        return gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, None)?, turned, dtype);
+    if let Some(transposed) = &w.transposed {
+        return gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, None)?, transposed, dtype);
     }
     let [rows, columns] = w.dims;
     let codes = empty(OP, gpu, &[columns, rows], DType::U8)?;
-    let turned = Transposed { codes, ones: empty(OP, gpu, &[columns], DType::F32)? };
-    gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, Some(&turned))?, &turned, dtype)
+    let transposed = Transposed { codes, ones: empty(OP, gpu, &[columns], DType::F32)? };
+    gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, Some(&transposed))?, &transposed, dtype)
 }
 
 /// Computes g W, where g is the gradient of y and `grad` the gradient of geglu(y); returns `None` if the device has no
 /// 8-bit products, or if W does not keep transposed codes.
 pub(super) fn input_gradient_of_geglu(w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
-    let Some(turned) = &w.transposed else { return Ok(None) };
+    let Some(transposed) = &w.transposed else { return Ok(None) };
     let gpu = Gpu::of(OP, y)?;
     let Some(g) = Rounded::geglu_gradient(gpu, w, y, grad)? else { return Ok(None) };
-    gradient_of_rounded(gpu, w, &g, turned, y.dtype())
+    gradient_of_rounded(gpu, w, &g, transposed, y.dtype())
 }
 
 /// Computes g W from the rounded g. Tensor cores sum 8-bit products along the rows of both matrices, so the product
-/// reads `turned`, the transposed codes of W.
+/// reads `transposed`, the transposed codes of W.
 fn gradient_of_rounded(
     gpu: &Gpu,
     w: &Quantized,
     g: &Rounded,
-    turned: &Transposed,
+    transposed: &Transposed,
     dtype: DType,
 ) -> Result<Option<Raw>> {
     let (kind, columns) = (w.kind(), w.dims[1]);
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
-    let (codes, mut whole) = (address(OP, &turned.codes)?, CodeParts::default());
+    let (codes, mut whole) = (address(OP, &transposed.codes)?, CodeParts::default());
     whole.list[0] = CodePart { codes, rows: count32(OP, columns)?, ..CodePart::default() };
     if hopper::product(gpu, kind, g, (whole, 1), &dx, Addends::default())? {
         return Ok(Some(dx));
     }
     if scaled::is_possible(gpu, kind, dtype)
-        && scaled::write_product(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default(), false)?
+        && scaled::write_product(gpu, g, (&transposed.codes, &transposed.ones), (&dx, 0), Addends::default(), false)?
     {
         return Ok(Some(dx));
     }

@@ -50,7 +50,7 @@ impl Clip {
             // SAFETY: `parts` has one number for each block of each vector.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             part_count += blocks(vector);
-            next_part = next_part.behind(blocks(vector) * size_of::<f64>());
+            next_part = next_part.offset_by(blocks(vector) * size_of::<f64>());
         }
         let function = gpu.function(&GRADIENT_CLIP, &[])?;
         let arguments = GradientClip {

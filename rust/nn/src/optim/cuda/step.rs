@@ -97,11 +97,11 @@ impl Groups {
         let count = last - first + 1;
         // All kernels `<kernel>_prepare` take the arguments of `adam_prepare`.
         let arguments = AdamPrepare {
-            settings: output(op, &self.settings)?.behind(first as usize * size_of::<Settings>()),
+            settings: output(op, &self.settings)?.offset_by(first as usize * size_of::<Settings>()),
             groups: count,
             norm: optional_input(op, norm)?,
             loss_scale: optional_input(op, scale)?,
-            coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
+            coefficients: output(op, &self.coefficients)?.offset_by(groups.start * size_of::<Coefficients>()),
         };
         // Each thread prepares one group.
         let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
@@ -111,12 +111,12 @@ impl Groups {
 
     /// Returns the address of the coefficients of a group, which those of later groups follow.
     pub(super) fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
-        Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
+        Ok(input(op, &self.coefficients)?.offset_by(group * size_of::<Coefficients>()))
     }
 
     /// Returns the address of the settings of a group, which those of later groups follow.
     pub(super) fn settings_from(&self, op: &'static str, group: usize) -> Result<Const> {
-        Ok(input(op, &self.settings)?.behind(group * size_of::<Settings>()))
+        Ok(input(op, &self.settings)?.offset_by(group * size_of::<Settings>()))
     }
 
     /// Returns the number of steps that each group has taken; waits for the device. For groups that were never

@@ -60,7 +60,7 @@ impl Attention<'_> {
                 let arguments = LogsumexpForward {
                     x: input(op, &scores)?,
                     y: Mut::NULL,
-                    exact: sums.behind((head * queries + start) * score_dtype.size_in_bytes()),
+                    exact: sums.offset_by((head * queries + start) * score_dtype.size_in_bytes()),
                     rows: count as u64,
                     len: count32(op, keys)?,
                 };
