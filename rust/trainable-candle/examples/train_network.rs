@@ -59,7 +59,7 @@ fn fit<T: Parameter>(
     target: impl Fn(&Tensor) -> Result<Tensor>,
     device: &Device,
 ) -> Result<f64> {
-    let mut optimizer = AdamW::new(vars, 1e-2, 0.0)?;
+    let mut optimizer = AdamW::new(vars, 1e-2, 0.0)?; // learning rate, weight decay
     let mut last = f64::INFINITY;
     for step in 1..=STEPS {
         let x = Tensor::rand(-3.0, 3.0, (BATCH, 1), DType::F32, device)?;
@@ -75,26 +75,26 @@ fn fit<T: Parameter>(
 
 fn main() -> Result<()> {
     let name = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
-    let device = device::parse(&name, Vec::new)?;
+    let device = device::parse(&name, Vec::new)?; // no folders beside the system's to look for CUDA in
     rng::manual_seed(0);
 
     println!("the network learns the sine");
     let trained = Network::new(&device)?;
-    let sine = fit(&trained, trained.vars(), Tensor::sin, &device)?;
+    let sine_loss = fit(&trained, trained.vars(), Tensor::sin, &device)?;
 
     println!("its adapters learn the cosine");
     let network = trained.frozen();
     let config = LoraConfig { r: 8, lora_alpha: 8.0, target_modules: vec!["all-linear".into()], ..Default::default() };
     let adapter = AdapterSet::attach(config, &network.named_layers())?;
-    let cosine = fit(&network, adapter.vars().to_vec(), Tensor::cos, &device)?;
+    let cosine_loss = fit(&network, adapter.vars().to_vec(), Tensor::cos, &device)?;
 
     let x = Tensor::new(&[[0f32], [1.0]], &device)?;
-    let apart = network.forward(&x)?;
+    let unmerged = network.forward(&x)?;
     adapter.merge()?; // from here on, each layer computes with one merged weight
     let merged = network.forward(&x)?;
-    let difference = mse_loss(&apart, &merged)?.item()?;
+    let difference = mse_loss(&unmerged, &merged)?.item()?;
     println!("after merging, the results differ by {difference:.1e} (mean square)");
-    assert!(sine < 0.01 && cosine < 0.01 && difference < 1e-6, "losses of {sine} and {cosine}");
+    assert!(sine_loss < 0.01 && cosine_loss < 0.01 && difference < 1e-6, "losses of {sine_loss} and {cosine_loss}");
 
     adapter.set_enabled(false); // without adapters, the network computes the sine again
     assert!(mse_loss(&network.forward(&x)?, &x.sin()?)?.item()? < 0.05);

@@ -14,8 +14,8 @@
 //! | `text_embeds` | (N, 1280), the pooled result of the second text encoder |
 //! | `time_ids` | (N, 6), in pixels: original height and width, top and left of the crop, height and width after the crop |
 //!
-//! `DEVICE` is `cpu`, on which the UNet computes in f32. A build with `--features cuda` also has `cuda`, on which the
-//! UNet computes in bf16.
+//! `STEPS` is 1000 by default. `DEVICE` is `cpu` by default, on which the UNet computes in f32. A build with
+//! `--features cuda` also has `cuda`, on which the UNet computes in bf16.
 //!
 //! Without arguments, a tiny UNet with random weights learns a tiny random cache, as a test of a few seconds.
 #![allow(clippy::print_stdout)] // prints the progress of training
@@ -160,7 +160,7 @@ fn tiny(folder: &Path, device: &Device) -> Result<Run> {
         num_attention_heads: vec![1, 2, 4],
         cross_attention_dim: vec![64; 3],
         addition_time_embed_dim: 8,
-        projection_class_embeddings_input_dim: 88,
+        projection_class_embeddings_input_dim: 88, // 6 time ids of 8 numbers each, and 40 numbers of `text_embeds`
         ..UNetConfig::default()
     };
     let run = Run {

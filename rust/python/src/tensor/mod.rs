@@ -285,13 +285,13 @@ impl Tensor {
         Ok(TensorIterator(PyList::new(py, slices)?.try_iter()?))
     }
 
-    /// Return the values for a pickle or a copy, and the function that makes a tensor of them. A variable becomes a
+    /// Return the function and the arguments from which `pickle` or `copy` makes the tensor again. A variable becomes a
     /// variable without a gradient; any other tensor becomes a constant.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<(Anything<'py>, (NdArray<'py>, &'static str, String))> {
         let (tensor, py) = (&slf.get().0, slf.py());
         let name = if slf.is_instance_of::<Var>() { "Var" } else { "tensor" };
-        let make = py.import("trainable_candle._core")?.getattr(name)?;
-        Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
+        let constructor = py.import("trainable_candle._core")?.getattr(name)?;
+        Ok((Anything(constructor), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
     }
 
     /// Hash by identity, not by value.

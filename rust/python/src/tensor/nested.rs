@@ -43,7 +43,10 @@ impl Scalar {
     fn is_within(self, range: &RangeInclusive<i64>) -> bool {
         // 2^63, the first float above the range of i64.
         const END: f64 = 9_223_372_036_854_775_808.0;
-        let fits_i64 = !matches!(self, Self::Float(value) if !(-END..END).contains(&value));
+        let fits_i64 = match self {
+            Self::Float(value) => (-END..END).contains(&value),
+            Self::Bool(_) | Self::Int(_) => true,
+        };
         fits_i64 && range.contains(&self.as_i64())
     }
 
@@ -104,7 +107,7 @@ pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> 
 
 /// The reason why [`Nested`] cannot read an object.
 enum Refusal {
-    /// An element is an array.
+    /// An element is an array with dimensions. (An array without dimensions is a number.)
     Array,
     Error(crate::error::Error),
 }

@@ -11,7 +11,7 @@ use trainable_candle_core as tc;
 use super::{Tensor, to_raw};
 use crate::error::Result;
 
-/// An argument that is a tensor or a number, such as the operand that an operator takes in addition to its tensor.
+/// An argument that may be a tensor, a number or an array, such as the second operand of `tensor + operand`.
 pub enum Operand<'a> {
     /// A tensor.
     Tensor(&'a tc::Tensor),

@@ -54,7 +54,7 @@ macro_rules! reductions {
 }
 
 reductions! {
-    sum "Return the sum. The sum of an integer tensor or a mask is in i64.";
+    sum "Return the sum. The sum of an integer tensor, such as a mask, is in i64.";
     mean "Return the mean." raises "    DTypeError: if the tensor is not floating point.";
     logsumexp "Return the logarithm of the sum of exponentials, without overflow."
         raises "    DTypeError: if the tensor is not floating point.";
@@ -62,7 +62,7 @@ reductions! {
 
 /// Reshape `result`, the one element to which all dimensions of `tensor` were reduced: without `keepdim` to no
 /// dimensions, with `keepdim` to as many dimensions as `tensor` has.
-fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
+fn shaped_as_full_reduction(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
     result.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
 }
 
@@ -85,7 +85,7 @@ impl Tensor {
         let dims = dim_or_axis("max", dim, axis)?.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.max(&dims, keepdim),
-            None => of_all(&self.0, &self.0.max_all()?, keepdim),
+            None => shaped_as_full_reduction(&self.0, &self.0.max_all()?, keepdim),
         })
         .map(Self)
     }
@@ -106,7 +106,7 @@ impl Tensor {
         let dims = dim_or_axis("min", dim, axis)?.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.min(&dims, keepdim),
-            None => of_all(&self.0, &self.0.min_all()?, keepdim),
+            None => shaped_as_full_reduction(&self.0, &self.0.min_all()?, keepdim),
         })
         .map(Self)
     }
@@ -159,7 +159,10 @@ impl Tensor {
         compute(py, tensor.elem_count(), || {
             let index = match dim {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
-                None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
+                None => {
+                    let flat = tensor.reshape(tensor.elem_count())?;
+                    shaped_as_full_reduction(&tensor, &flat.argmax(0, false)?, keepdim)?
+                }
             };
             // The core returns u32, but the indices that Python gets are i64, as in torch.
             index.to_dtype(candle_core::DType::I64)

@@ -28,7 +28,7 @@ impl Tensor {
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// Return the same as `reshape`; torch has both names. So the result may be a copy.
+    /// Another name of `reshape`, as in torch. Unlike in torch, the result may be a copy.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn view(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         self.reshape(py, shape)
@@ -98,7 +98,7 @@ impl Tensor {
         catch_panics(|| self.0.unsqueeze(dim)).map(Self)
     }
 
-    /// Remove the dimensions of size 1. If `dim` is given, remove only those among the dimensions `dim`.
+    /// Remove the dimensions of size 1. If `dim` is given, remove only those of the dimensions in `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -157,8 +157,8 @@ impl Tensor {
         catch_panics(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
-    /// Split the tensor along `dim` into views. Each view has the size ceil(size / `chunks`) along `dim`, where size is
-    /// that of this tensor. As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
+    /// Split the tensor along `dim` into views. If this tensor has the size n along `dim`, each view has the size
+    /// ceil(n / `chunks`). As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
     ///
     /// Raises:
     ///     ArgumentError: if `chunks` is less than 1.

@@ -153,9 +153,9 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each example's sample, counted from 0 through the whole training run. If given, an
-    ///         example's noise and timestep depend only on this number and `seed`, and the library's generator does not
-    ///         advance. By default, the library's generator gives noise and timesteps.
+    ///     samples: the sample number of each example; a training run numbers its samples from 0. If given, an
+    ///         example's noise and timestep depend only on its sample number and `seed`, and the library's generator
+    ///         does not advance. By default, noise and timesteps come from the library's generator.
     ///     seed: the seed of the run; it has an effect only with `samples`.
     ///
     /// Raises:
@@ -163,7 +163,7 @@ impl DiffusionObjective {
     ///         if `samples` does not have one number for each example.
     ///     DTypeError: if the latents are not floating point.
     ///     DeviceError: if the latents are on another device than the objective.
-    ///     ArgumentError: if `seed` or a number is outside the range 0 to 2**64 - 1.
+    ///     ArgumentError: if `seed` or a sample number is outside the range 0 to 2**64 - 1.
     #[pyo3(signature = (latents, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -212,7 +212,8 @@ impl DiffusionObjective {
     ///         each example of the batch.
     ///     DTypeError: if the latents are not floating point.
     ///     DeviceError: if the latents are on another device than the objective.
-    ///     ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number outside 0 to 2**32 - 1.
+    ///     ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number in `examples` is outside the range
+    ///         0 to 2**32 - 1.
     #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,

@@ -1,4 +1,6 @@
 //! The objective of diffusion models such as SDXL, which predict the noise or the velocity of noised data.
+//!
+//! Noised data is √ᾱ · data + √(1 - ᾱ) · noise, where ᾱ is the timestep's entry of [`NoiseSchedule::alphas_cumprod`].
 
 use trainable_candle_core::rng::{Purpose, State, Stream};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
@@ -99,7 +101,7 @@ impl Default for DiffusionConfig {
 pub struct NoisedLatents {
     /// √ᾱ · latents + √(1 - ᾱ) · noise, in the shape and dtype of the latents.
     pub sample: Tensor,
-    /// The timestep of each example (B,), i64.
+    /// The timestep of each example: (B,), i64, or the dtype of the timesteps given to [`DiffusionObjective::noise_at`].
     pub timesteps: Tensor,
     /// The target of the model's prediction, in the shape of the latents, f32.
     pub target: Tensor,
@@ -112,14 +114,15 @@ pub struct DiffusionObjective {
     config: DiffusionConfig,
     prediction: PredictionType,
     levels: NoiseLevels,
+    /// The timesteps that may be drawn.
     range: std::ops::Range<usize>,
     /// √ᾱ of each timestep.
     signal: Tensor,
     /// √(1 - ᾱ) of each timestep.
     noise: Tensor,
-    /// The min-SNR weight of each timestep.
+    /// The min-SNR weight of each timestep; `None` if all weights are 1.
     weight: Option<Tensor>,
-    /// δ of each timestep.
+    /// δ of each timestep; `None` if it is the same for all timesteps.
     delta: Option<Tensor>,
 }
 
@@ -176,6 +179,7 @@ impl DiffusionObjective {
         self.timesteps_at(&self.levels.draw(count, self.signal.device())?)
     }
 
+    /// The timesteps (B,), i64, of `levels (B,)`, which are from 0 to 1; see [`DiffusionConfig::timesteps`].
     fn timesteps_at(&self, levels: &Tensor) -> Result<Tensor> {
         let (first, last) = (self.range.start as f64, (self.range.end - 1) as f64);
         levels.affine(self.range.len() as f64, first)?.clamp(Some(first), Some(last))?.to_dtype(DType::I64)
@@ -194,13 +198,13 @@ impl DiffusionObjective {
         let noise = Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device())?;
         let offset = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device());
         let noise = self.with_offset(noise, offset)?;
-        let noise = self.with_levels(noise, |pyramid, _, dims| pyramid.draw(dims))?;
+        let noise = self.with_multires(noise, |pyramid, _, dims| pyramid.draw(dims))?;
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and `samples[i]`,
-    /// the number of the example, counted through the whole training run. So noise and timestep are the same in every
-    /// call and in any batch. The library's generator does not advance.
+    /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and its sample
+    /// number `samples[i]`; a training run numbers its samples from 0. So noise and timestep are the same in every call
+    /// and in any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
@@ -211,11 +215,12 @@ impl DiffusionObjective {
         let timesteps = self.timesteps_at(&self.levels.draw_for(samples, Purpose::Level, seed, device)?)?;
         let noise = normal_rows(dims, samples, Purpose::Noise, seed, device)?;
         let offset = |dims: &[usize]| normal_rows(dims, samples, Purpose::Offset, seed, device);
-        let levels = |pyramid: Pyramid, example: usize, dims| {
+        let multires = |pyramid: Pyramid, example: usize, dims| {
+            // While `_stream` lives, this thread draws from the random stream of the example.
             let _stream = Stream::enter(State::of(seed, Purpose::Pyramid, samples[example]));
             pyramid.draw(dims)
         };
-        let noise = self.with_levels(self.with_offset(noise, offset)?, levels)?;
+        let noise = self.with_multires(self.with_offset(noise, offset)?, multires)?;
         self.noise_at(latents, &noise, &timesteps)
     }
 
@@ -232,7 +237,7 @@ impl DiffusionObjective {
 
     /// Add multiresolution noise to `noise (B, C, H, W)`, and divide the sum by its standard deviation over each
     /// example. `draw(pyramid, b, [C, H, W])` returns the multiresolution noise of example b.
-    fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
+    fn with_multires(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
         if self.config.multires_noise_iterations == 0 {
             return Ok(noise);
         }
@@ -247,13 +252,13 @@ impl DiffusionObjective {
             iterations: self.config.multires_noise_iterations,
             discount: self.config.multires_noise_discount,
         };
-        let levels = (0..batch).flat_map(|example| draw(pyramid, example, [channels, height, width])).collect();
-        let levels = Tensor::from_vec::<f32>(levels, noise.dims(), &Device::Cpu)?.to_device(noise.device())?;
-        let sum = noise.add(&levels)?;
+        let multires = (0..batch).flat_map(|example| draw(pyramid, example, [channels, height, width])).collect();
+        let multires = Tensor::from_vec::<f32>(multires, noise.dims(), &Device::Cpu)?.to_device(noise.device())?;
+        let sum = noise.add(&multires)?;
         sum.div(&sum.var(&[1, 2, 3], true, 1.0)?.sqrt()?)
     }
 
-    /// Add given `noise (B, C, ...)` to `latents (B, C, ...)`, at given `timesteps (B,)`, i64.
+    /// Add given `noise (B, C, ...)` to `latents (B, C, ...)`, at given `timesteps (B,)`, i64 or u32.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if the three shapes do not fit together, [`Error::Index`] if the
@@ -289,6 +294,7 @@ impl DiffusionObjective {
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `examples` does not have one number for each example.
     pub fn validation_noise(&self, latents: &Tensor, examples: &[u32], seed: u64) -> Result<NoisedLatents> {
+        /// The golden ratio minus 1; its multiples are counted modulo 1.
         const GOLDEN: f64 = 0.618_033_988_749_894_8;
         let dims = self.check_latents(latents)?;
         check_numbers(OP, dims, examples.len())?;
@@ -332,17 +338,17 @@ impl DiffusionObjective {
         let mask = mask.map(|mask| fitting("mask", mask, &mask_dims(dims))).transpose()?;
         let weights = weights.map(|weights| fitting("weights", weights, &dims[..1])).transpose()?;
         let at = |table: &Tensor| table.index_select(&noised.timesteps, 0);
-        let snr = self.weight.as_ref().map(at).transpose()?;
-        let examples = match (snr, weights) {
-            (Some(snr), Some(weights)) => Some(snr.mul(&weights)?),
-            (snr, weights) => snr.or(weights),
+        let snr_weights = self.weight.as_ref().map(at).transpose()?;
+        let examples = match (snr_weights, weights) {
+            (Some(snr_weights), Some(weights)) => Some(snr_weights.mul(&weights)?),
+            (snr_weights, weights) => snr_weights.or(weights),
         };
         let delta = match self.config.loss {
             LossFunction::Huber | LossFunction::SmoothL1 => self.delta.as_ref().map(at).transpose()?,
             LossFunction::Mse | LossFunction::L1 => None,
         };
         let delta = delta.as_ref().map_or(Delta::Constant(self.config.huber_delta), Delta::PerExample);
-        let weights = Weights { examples: examples.as_ref(), places: mask.as_ref() };
+        let weights = Weights { examples: examples.as_ref(), positions: mask.as_ref() };
         weighted_loss(self.config.loss, delta, prediction, &noised.target, weights)
     }
 
@@ -368,6 +374,7 @@ impl DiffusionObjective {
     }
 }
 
+/// Check the settings. `range` has the timesteps that may be drawn.
 fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &NoiseSchedule) -> Result<()> {
     let total = schedule.num_train_timesteps();
     if range.is_empty() || range.end > total {
@@ -402,8 +409,9 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
         let found = config.multires_noise_discount;
         return Err(Error::argument(OP, format!("multires_noise_discount is {found}, expected above 0 and below 1")));
     }
-    let blind = schedule.prediction_type() == PredictionType::Epsilon && schedule.alphas_cumprod().contains(&0.0);
-    if blind && range.end == total {
+    let last_teaches_nothing =
+        schedule.prediction_type() == PredictionType::Epsilon && schedule.alphas_cumprod().contains(&0.0);
+    if last_teaches_nothing && range.end == total {
         return Err(Error::argument(
             OP,
             "the schedule ends in pure noise (rescale_betas_zero_snr), where predicting noise teaches nothing; set \
@@ -423,12 +431,14 @@ fn min_snr_weights(schedule: &NoiseSchedule, gamma: f64) -> Vec<f64> {
     schedule.snr().into_iter().map(weight).collect()
 }
 
+/// The shape (B, 1, ...) of a mask for latents of shape `dims`, (B, C, ...).
 fn mask_dims(dims: &[usize]) -> Vec<usize> {
     let mut dims = dims.to_vec();
     dims[1] = 1;
     dims
 }
 
+/// The argument `found` in f32, after a check that its shape is `dims`. `name` is the argument's name for errors.
 fn fitting(name: &str, found: &Tensor, dims: &[usize]) -> Result<Tensor> {
     if found.dims() != dims {
         return Err(Error::shape(OP, format!("{name} has shape {:?}, expected {dims:?}", found.dims())));

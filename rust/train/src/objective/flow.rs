@@ -20,7 +20,7 @@ pub struct FlowMatching {
 pub struct Noised {
     /// (1 - σ) · data + σ · noise, in the shape of the data.
     pub sample: Tensor,
-    /// Noise levels σ (B), f32.
+    /// Noise levels σ (B,), f32.
     pub sigmas: Tensor,
     /// noise - data, in the shape of the data.
     pub target: Tensor,
@@ -47,14 +47,14 @@ impl FlowMatching {
         noised(data, &noise, &sigmas)
     }
 
-    /// As [`noise`](Self::noise), but the noise and the level of example i depend only on `seed` and `samples[i]`, the
-    /// number of the example, counted through the whole training run. So noise and level are the same in every call and
-    /// in any batch. The library's generator does not advance.
+    /// As [`noise`](Self::noise), but the noise and the level of example i depend only on `seed` and its sample number
+    /// `samples[i]`; a training run numbers its samples from 0. So noise and level are the same in every call and in
+    /// any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
     pub fn noise_for(&self, data: &Tensor, samples: &[u64], seed: u64) -> Result<Noised> {
-        self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
+        self.noise_from_streams(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
     /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams of random numbers
@@ -63,23 +63,32 @@ impl FlowMatching {
     /// # Errors
     /// As [`noise_for`](Self::noise_for).
     pub fn validation_noise(&self, data: &Tensor, examples: &[u64], seed: u64) -> Result<Noised> {
-        self.keyed(data, examples, seed, [Purpose::ValidationLevel, Purpose::ValidationNoise])
+        self.noise_from_streams(data, examples, seed, [Purpose::ValidationLevel, Purpose::ValidationNoise])
     }
 
-    fn keyed(&self, data: &Tensor, numbers: &[u64], seed: u64, [level, noise]: [Purpose; 2]) -> Result<Noised> {
-        batch_of(data)?;
+    /// Add noise to `data (B, ...)`. The level and the noise of example i come from the random streams that `seed`, the
+    /// number `numbers[i]` and the purposes `level` and `noise` select.
+    fn noise_from_streams(
+        &self,
+        data: &Tensor,
+        numbers: &[u64],
+        seed: u64,
+        [level, noise]: [Purpose; 2],
+    ) -> Result<Noised> {
+        batch_of(data)?; // an error for data without dimensions
         check_numbers(OP, data.dims(), numbers.len())?;
         let sigmas = self.levels.draw_for(numbers, level, seed, data.device())?;
         noised(data, &normal_rows(data.dims(), numbers, noise, seed, data.device())?, &sigmas)
     }
 }
 
+/// B of `data (B, ...)`.
 fn batch_of(data: &Tensor) -> Result<usize> {
     let batch = data.dims().first().copied();
     batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
-/// Mix `data (B, ...)` with `noise (B, ...)` at the levels `sigmas (B)`. The mixture is computed in f32; noised data
+/// Mix `data (B, ...)` with `noise (B, ...)` at the levels `sigmas (B,)`. The mixture is computed in f32; noised data
 /// and target have the dtype of the data.
 ///
 /// # Errors

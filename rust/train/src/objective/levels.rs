@@ -178,8 +178,9 @@ mod tests {
     #[test]
     fn impossible_settings_are_rejected() {
         assert!(NoiseLevels::new("test", SigmaDistribution::Uniform, 0.0).is_err());
-        let wide = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
-        assert!(NoiseLevels::new("test", wide, 1.0).unwrap_err().to_string().starts_with("test: "));
+        let without_deviation = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
+        let message = NoiseLevels::new("test", without_deviation, 1.0).unwrap_err().to_string();
+        assert!(message.starts_with("test: "), "{message}");
         assert!(NoiseLevels::new("test", SigmaDistribution::Mode { scale: 2.0 }, 1.0).is_err());
         assert!("gaussian".parse::<SigmaDistribution>().unwrap_err().to_string().contains("logit_normal"));
     }

@@ -50,7 +50,7 @@ pub(crate) struct Weights<'a> {
     pub(crate) examples: Option<&'a Tensor>,
     /// A weight for each spatial position of each example, (B, 1, ...). [`weighted_loss`] divides an example's weights
     /// by their mean.
-    pub(crate) places: Option<&'a Tensor>,
+    pub(crate) positions: Option<&'a Tensor>,
 }
 
 /// The mean of the examples' losses, one element in f32. The loss of an example is the mean over its elements of
@@ -82,7 +82,7 @@ pub(crate) fn weighted_loss(
         LossFunction::Huber => huber_loss(&prediction, &target, fixed_delta, reduction),
         LossFunction::SmoothL1 => smooth_l1_loss(&prediction, &target, fixed_delta, reduction),
     };
-    let Some(weight) = combined(&prediction, examples.as_ref(), weights.places)? else {
+    let Some(weight) = element_weights(&prediction, examples.as_ref(), weights.positions)? else {
         return loss(Reduction::Mean);
     };
     let share = 1.0 / prediction.elem_count() as f64;
@@ -98,17 +98,17 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
 
 /// The product of the example weights and the position weights, which are divided by their mean over each example. The
 /// product's shape broadcasts to the shape of `x`. `None` without weights.
-fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
+fn element_weights(x: &Tensor, examples: Option<&Tensor>, positions: Option<&Tensor>) -> Result<Option<Tensor>> {
     /// A lower bound for the mean of an example's position weights, so that weights of 0 everywhere give a loss of 0,
     /// not NaN. Other weights have larger means.
-    const LEAST: f64 = 1e-12;
+    const MIN_MEAN: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
-    let Some(places) = places else { return Ok(examples) };
-    let dims: Vec<usize> = (1..places.rank()).collect();
-    let mean = places.mean(&dims, true)?.clamp(Some(LEAST), None)?;
-    let places = places.div(&mean)?;
+    let Some(positions) = positions else { return Ok(examples) };
+    let dims: Vec<usize> = (1..positions.rank()).collect();
+    let mean = positions.mean(&dims, true)?.clamp(Some(MIN_MEAN), None)?;
+    let positions = positions.div(&mean)?;
     Ok(Some(match examples {
-        Some(examples) => places.mul(&examples)?,
-        None => places,
+        Some(examples) => positions.mul(&examples)?,
+        None => positions,
     }))
 }

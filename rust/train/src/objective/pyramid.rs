@@ -47,12 +47,12 @@ impl Pyramid {
 /// row by row. Both sizes are (height, width) in pixels.
 fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
     let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
-    let pixels = (size[0] * size[1]).max(1);
-    for (sum, image) in sums.chunks_exact_mut(pixels).zip(images.chunks_exact(small[0] * small[1])) {
-        for (sums, row) in sum.chunks_exact_mut(size[1]).zip(&rows) {
+    let pixels = (size[0] * size[1]).max(1); // `chunks_exact_mut` panics for 0
+    for (sum_image, image) in sums.chunks_exact_mut(pixels).zip(images.chunks_exact(small[0] * small[1])) {
+        for (sum_row, row) in sum_image.chunks_exact_mut(size[1]).zip(&rows) {
             let line = |at: usize| &image[at * small[1]..(at + 1) * small[1]];
             let (above, below) = (line(row.at[0]), line(row.at[1]));
-            for (sum, column) in sums.iter_mut().zip(&columns) {
+            for (sum, column) in sum_row.iter_mut().zip(&columns) {
                 let between = |line: &[f32]| mix(line[column.at[0]], line[column.at[1]], column.share);
                 *sum += weight * mix(between(above), between(below), row.share);
             }
@@ -60,6 +60,7 @@ fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usiz
     }
 }
 
+/// The linear interpolation between `a` and `b`, where `share` is the weight of `b`.
 fn mix(a: f32, b: f32, share: f32) -> f32 {
     a * (1.0 - share) + b * share
 }

@@ -50,6 +50,8 @@ pub enum TimestepSpacing {
     Trailing,
 }
 
+/// Implement the conversions between an enum and the names of its values in configuration files. `$what` is the name of
+/// the setting for errors.
 macro_rules! names {
     ($type:ty, $what:literal, $($name:literal => $value:ident),+) => {
         impl std::str::FromStr for $type {
@@ -202,35 +204,40 @@ impl NoiseSchedule {
     /// √((1 - ᾱ) / ᾱ) of each timestep, the noise-to-data ratio (Karras et al. 2022, arXiv:2206.00364). At a timestep
     /// of pure noise, ᾱ counts as 2⁻²⁴, so that samplers start from a finite ratio.
     pub fn sigmas(&self) -> Vec<f64> {
-        const LEAST: f64 = 1.0 / 16_777_216.0;
-        self.alphas_cumprod.iter().map(|a| a.max(LEAST)).map(|a| ((1.0 - a) / a).sqrt()).collect()
+        /// 2⁻²⁴, the number that diffusers uses: the smallest positive f16 number.
+        const MIN_ALPHA: f64 = 1.0 / 16_777_216.0;
+        self.alphas_cumprod.iter().map(|a| a.max(MIN_ALPHA)).map(|a| ((1.0 - a) / a).sqrt()).collect()
     }
 }
 
+/// β of each timestep.
 fn betas(config: &NoiseScheduleConfig) -> Result<Vec<f64>> {
-    let NoiseScheduleConfig { beta_start, beta_end, num_train_timesteps: steps, .. } = *config;
+    let NoiseScheduleConfig { beta_start, beta_end, num_train_timesteps: total, .. } = *config;
     if let Some(betas) = &config.trained_betas {
         return checked(betas.clone());
     }
     if config.beta_schedule != BetaSchedule::SquaredCosine {
         checked(vec![beta_start, beta_end])?;
     }
-    let between = |start: f64, end: f64, i: usize| start + (end - start) * i as f64 / (steps.max(2) - 1) as f64;
+    // `max` avoids a division by 0; `checked` rejects fewer than 2 timesteps.
+    let between = |start: f64, end: f64, i: usize| start + (end - start) * i as f64 / (total.max(2) - 1) as f64;
     checked(match config.beta_schedule {
-        BetaSchedule::Linear => (0..steps).map(|i| between(beta_start, beta_end, i)).collect(),
+        BetaSchedule::Linear => (0..total).map(|i| between(beta_start, beta_end, i)).collect(),
         BetaSchedule::ScaledLinear => {
-            (0..steps).map(|i| between(beta_start.sqrt(), beta_end.sqrt(), i).powi(2)).collect()
+            (0..total).map(|i| between(beta_start.sqrt(), beta_end.sqrt(), i).powi(2)).collect()
         }
         BetaSchedule::SquaredCosine => {
+            // ᾱ after i timesteps, up to a constant factor. The constants 0.008 and 0.999 are those of the paper.
             let alpha = |i: usize| {
-                let t = i as f64 / steps as f64;
+                let t = i as f64 / total as f64;
                 ((t + 0.008) / 1.008 * std::f64::consts::FRAC_PI_2).cos().powi(2)
             };
-            (0..steps).map(|i| (1.0 - alpha(i + 1) / alpha(i)).min(0.999)).collect()
+            (0..total).map(|i| (1.0 - alpha(i + 1) / alpha(i)).min(0.999)).collect()
         }
     })
 }
 
+/// `betas`, after a check that there are at least 2 and that each is in (0, 1).
 fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
     if betas.len() < 2 {
         return Err(Error::argument(OP, format!("found {} timesteps, expected at least 2", betas.len())));

@@ -4,7 +4,7 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
-use super::{OP, Sampler, check_step, checked, combined, denoised, grid, wide};
+use super::{OP, Sampler, check_step, checked, combined, denoised, grid, in_sample_dtype};
 use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
 
 /// DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) in x = α · data + √(1 - α²) · noise, with the
@@ -56,7 +56,7 @@ impl Sampler for DpmSolver {
     }
 
     fn init_noise(&self, noise: &Tensor) -> Result<Tensor> {
-        wide(noise)
+        in_sample_dtype(noise)
     }
 
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor> {
@@ -67,7 +67,7 @@ impl Sampler for DpmSolver {
     fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor> {
         let steps = self.timesteps.len();
         check_step(i, steps)?;
-        let expected = self.previous.as_ref().map_or(0, |(_, turn)| *turn);
+        let expected = self.previous.as_ref().map_or(0, |(_, following)| *following);
         if i != 0 && i != expected {
             return Err(Error::argument(OP, format!("found step {i}, expected step {expected}; steps go in order")));
         }
@@ -77,8 +77,10 @@ impl Sampler for DpmSolver {
         let data = denoised(self.prediction, &x, &output, alpha, noise)?;
         // In the paper, λ = -ln σ, and h is λ at the end of the step minus λ at its start, so e^-h = next / sigma.
         let factor = next_alpha * (1.0 - next / sigma);
+        // Except in the first and the last step, extrapolate the data linearly in λ, to the middle of the step.
         let direction = match self.previous.take() {
             Some((previous, _)) if i != 0 && i + 1 < steps => {
+                // h of the previous step, divided by h of this step.
                 let ratio = (self.sigmas[i - 1] / sigma).ln() / (sigma / next).ln();
                 combined(1.0 + 0.5 / ratio, &data, -0.5 / ratio, &previous)?
             }

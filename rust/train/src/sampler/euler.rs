@@ -4,7 +4,7 @@
 
 use trainable_candle_core::{Result, Tensor};
 
-use super::{Sampler, check_step, checked, combined, denoised, grid, wide};
+use super::{Sampler, check_step, checked, combined, denoised, grid, in_sample_dtype};
 use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
 
 /// Euler's method in x = data + σ · noise (Karras et al. 2022, arXiv:2206.00364, algorithm 1). The timesteps and the
@@ -14,6 +14,7 @@ pub struct Euler {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
+    /// The factor of the initial noise.
     init_sigma: f64,
 }
 
@@ -49,7 +50,7 @@ impl Sampler for Euler {
     }
 
     fn init_noise(&self, noise: &Tensor) -> Result<Tensor> {
-        wide(noise)?.mul_scalar(self.init_sigma)
+        in_sample_dtype(noise)?.mul_scalar(self.init_sigma)
     }
 
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor> {

@@ -8,35 +8,35 @@ use trainable_candle_core::{Error, Result};
 use super::OP;
 use crate::objective::{NoiseSchedule, TimestepSpacing};
 
-/// The first `keep` of `count` decreasing timesteps, where `keep` is the number of steps. For Euler's method `count`
-/// equals `keep`. For DPM-Solver++ `count` is `keep` + 1: the extra timestep is the end of the last step. The trailing
+/// The timesteps of `steps` steps: the first `steps` of `count` decreasing timesteps. For Euler's method `count` equals
+/// `steps`. For DPM-Solver++ `count` is `steps` + 1: the extra timestep is the end of the last step. The trailing
 /// spacing never includes the end of the last step, so it ignores `count`.
-pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Result<Vec<f64>> {
+pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, steps: usize) -> Result<Vec<f64>> {
     let config = schedule.config();
     let total = schedule.num_train_timesteps();
-    if keep == 0 || count > total {
+    if steps == 0 || count > total {
         return Err(Error::argument(
             OP,
             format!(
-                "found {keep} steps, expected 1 to {}: the schedule has {total} timesteps",
-                total - (count - keep).min(total)
+                "found {steps} steps, expected 1 to {}: the schedule has {total} timesteps",
+                total - (count - steps).min(total)
             ),
         ));
     }
     let timesteps: Vec<f64> = match config.timestep_spacing {
         TimestepSpacing::Linspace => {
-            let step = if count == 1 { 0.0 } else { (total - 1) as f64 / (count - 1) as f64 };
-            (0..count).rev().map(|i| i as f64 * step).collect()
+            let distance = if count == 1 { 0.0 } else { (total - 1) as f64 / (count - 1) as f64 };
+            (0..count).rev().map(|i| i as f64 * distance).collect()
         }
         TimestepSpacing::Leading => {
             (0..count).rev().map(|i| (i * (total / count) + config.steps_offset) as f64).collect()
         }
         TimestepSpacing::Trailing => {
-            let step = total as f64 / keep as f64;
-            (0..keep).map(|i| (total as f64 - i as f64 * step).round_ties_even() - 1.0).collect()
+            let distance = total as f64 / steps as f64;
+            (0..steps).map(|i| (total as f64 - i as f64 * distance).round_ties_even() - 1.0).collect()
         }
     };
-    Ok(timesteps.into_iter().take(keep).collect())
+    Ok(timesteps.into_iter().take(steps).collect())
 }
 
 /// The noise levels at `timesteps`, interpolated linearly between whole timesteps. `sigmas[t]` is the noise level of

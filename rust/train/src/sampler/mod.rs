@@ -118,8 +118,8 @@ pub fn sample(
 
 const OP: &str = "sampler";
 
-/// `x` in the dtype that samples have.
-fn wide(x: &Tensor) -> Result<Tensor> {
+/// `x` in the dtype that samples have: f64 if `x` is f64, otherwise f32.
+fn in_sample_dtype(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::F64 { Ok(x.clone()) } else { x.to_dtype(DType::F32) }
 }
 
@@ -135,7 +135,7 @@ fn checked(model_output: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
             ),
         ));
     }
-    let x = wide(x)?;
+    let x = in_sample_dtype(x)?;
     Ok((model_output.to_dtype(x.dtype())?, x))
 }
 

@@ -40,6 +40,7 @@ fn difference(found: &[f64], expected: &[f64]) -> f64 {
     found.iter().zip(expected).fold(0.0, |worst, (f, e)| worst.max((f - e).abs() / e.abs().max(1.0)))
 }
 
+/// The model whose runs with diffusers' schedulers are in the golden file.
 fn toy(x: &Tensor, timestep: f64, condition: &Tensor) -> Result<Tensor> {
     x.mul_scalar(0.5)?.add(&x.add(condition)?.tanh()?.mul_scalar(0.4 * timestep / 1000.0)?)
 }

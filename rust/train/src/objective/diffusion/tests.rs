@@ -34,6 +34,7 @@ fn randn(dims: &[usize]) -> Tensor {
     Tensor::randn(0.0, 1.0, dims, DType::F32, &CPU).unwrap()
 }
 
+/// The largest |found - expected| / max(1, |expected|).
 fn difference(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     found.iter().zip(expected).fold(0.0, |worst, (f, e)| worst.max((f - e).abs() / e.abs().max(1.0)))
@@ -137,10 +138,11 @@ fn losses_and_their_gradients_follow_the_definition() {
                 let snr_weights =
                     [3, 400, 998].map(|t: usize| gamma.map_or(1.0, |gamma: f64| snr[t].min(gamma) / snr[t]));
                 let given = weights.map_or(ones.clone(), values);
-                let all: Vec<f64> = given.iter().zip(snr_weights).map(|(w, s)| w * s).collect();
+                let example_weights: Vec<f64> = given.iter().zip(snr_weights).map(|(w, s)| w * s).collect();
                 let mask_values = mask.map(values);
                 let expected = |output: &[f64]| {
-                    reference(output, &values(&noised.target), dims, element, &all, mask_values.as_deref())
+                    let mask = mask_values.as_deref();
+                    reference(output, &values(&noised.target), dims, element, &example_weights, mask)
                 };
                 let case = format!("{loss:?} {huber_schedule:?} {gamma:?} {} {}", mask.is_some(), weights.is_some());
                 let var = Var::from_tensor(&output).unwrap();
@@ -186,8 +188,8 @@ fn offset_noise_is_the_same_over_a_channel() {
     let config = DiffusionConfig { noise_offset: 10.0, ..DiffusionConfig::default() };
     let noised = objective(PredictionType::Epsilon, config).noise(&randn(&[2, 3, 40, 40])).unwrap();
     let means = values(&noised.target.mean(&[2, 3], false).unwrap());
-    let spread = values(&noised.target.var(&[2, 3], false, 0.0).unwrap());
-    assert!(spread.iter().all(|v| (v - 1.0).abs() < 0.2), "{spread:?}");
+    let variances = values(&noised.target.var(&[2, 3], false, 0.0).unwrap());
+    assert!(variances.iter().all(|v| (v - 1.0).abs() < 0.2), "{variances:?}");
     assert!(means.iter().any(|m| m.abs() > 1.0) && means.iter().all(|m| m.abs() < 50.0), "{means:?}");
 }
 
