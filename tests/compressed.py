@@ -11,7 +11,8 @@ _FOLDER = tempfile.TemporaryDirectory()
 
 @functools.cache
 def decompressed(path: Path) -> Path:
-    """Decompress the file `path` with ".gz" after its name; return the path of the result."""
+    """Decompress the file whose name is that of `path` and ".gz"; return the path of the result."""
+    # The names of its two folders tell the file from others with the same name.
     result = Path(_FOLDER.name) / "-".join(path.parts[-3:])
     result.write_bytes(gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes()))
     return result

@@ -163,7 +163,7 @@ def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = np.random.default_rng(0)
     for number, (width, height) in enumerate(SIZES):
         coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-        picture.save(folder / f"{number}.png")
+        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        image.save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"picture {number}, a blur")
     return folder

@@ -11,7 +11,7 @@ from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 CHAT = ["chat", "--model", "causal-lm", "--device", "cpu", "--tokens", "4"]
-CONTEXT = 512
+CONTEXT = 512  # the built-in model's, in tokens
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -22,20 +22,22 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_long_conversations_lose_their_oldest_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[list[str]] = []
+    prompts: list[list[str]] = []
     prompt = ChatTokenizer.prompt
 
-    def noting(self: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
-        asked.append([message["content"] for message in messages])
+    def record_prompt(self: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
+        prompts.append([message["content"] for message in messages])
         return prompt(self, messages)
 
-    monkeypatch.setattr(ChatTokenizer, "prompt", noting)
+    monkeypatch.setattr(ChatTokenizer, "prompt", record_prompt)
     say(monkeypatch, *(f"first: {'word' * 40}{number}" for number in range(4)))
     assert main([*CHAT, "--system", "be brief"]) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 4
+    # Each message has about 170 tokens, so two turns fit into the context. The third and the fourth
+    # prompt each leave out the oldest turn.
     assert printed.err == f"[the context has {CONTEXT} tokens: 1 oldest turn left out]\n" * 2
-    last = asked[-1]
+    last = prompts[-1]
     assert last[0] == "be brief"
     # The user's messages and the answers alternate. Each message of the user ends with its number.
     assert [message[-1] for message in last[1::2]] == ["2", "3"]

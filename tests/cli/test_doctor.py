@@ -14,11 +14,11 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 
 @pytest.fixture
 def smi_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file `said`, which a fake `nvidia-smi` prints; at first it describes a good GPU.
+    """The file that a fake `nvidia-smi` prints; at first it describes a good GPU.
 
-    The fake fails if a file `said.fails` is in the same folder.
+    The fake fails if the folder of the file also has a file with this name and `.fails`.
     """
-    output = tmp_path / "said"
+    output = tmp_path / "smi-output"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\ncat "{output}"\n[ ! -e "{output}.fails" ]\n')
@@ -59,7 +59,7 @@ def test_old_drivers_and_gpus_are_faults(
 
 def test_a_driver_that_fails_is_a_fault(smi_output: Path) -> None:
     smi_output.write_text("Failed to initialize NVML: Driver/library version mismatch\n")
-    smi_output.with_name("said.fails").touch()
+    smi_output.with_name(f"{smi_output.name}.fails").touch()
     finding = finding_about("gpu")
     assert (finding.state, finding.found) == (
         FAULT,
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_fault(monkeypatch: pytest.Monke
 def test_a_self_test_that_does_not_learn_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The first and the last loss, which must be less than a tenth of the first.
+    # The first and the last loss of the self-test. The last must be less than a tenth of the first.
     monkeypatch.setattr(doctor, "_self_test", lambda _: (1.0, 0.5))
     assert main(["doctor"]) == 1
     assert "fault  self-test" in capsys.readouterr().out

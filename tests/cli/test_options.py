@@ -33,7 +33,7 @@ from trainable_candle.settings.config import canonical
 from trainable_candle.settings.foreign import instead
 
 DOCS = Path(__file__).parents[2] / "docs"
-# A value other than the default for each setting that the others allow.
+# For each setting that can be combined with the others, a value other than the default.
 VALUES: dict[str, Any] = {
     "model": "digits",
     "weights": "w",
@@ -226,10 +226,11 @@ def test_the_migration_guide_names_flags_that_work() -> None:
     parser = make_parser("train-lora", rare=False)
     checked = 0
     for row in rows:
+        # The first cell has this package's flags, the other cells have the names in other tools.
         own, *theirs = (re.findall(r"`(?:--)?([a-z_.-]+)", cell) for cell in row)
         for name in (name for names in theirs for name in names):
             checked += 1
-            if instead(name):
+            if instead(name):  # no setting is equivalent: the error gives advice
                 assert canonical_error(name).startswith(f"`{name}` ")
                 continue
             (key,) = canonical({name: 1})
@@ -397,6 +398,7 @@ def test_a_preset_limits_the_sequence_length_to_the_context(tmp_path: Path) -> N
         values = json.loads(path.read_text())
         path.write_text(json.dumps({**values, "max_position_embeddings": length}))
         flags = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
+        # The preset's value is 1024.
         assert parse(*flags).sequence_length == min(length, 1024)
         # Only the preset's value is limited: the run rejects a given value that is too large.
         assert parse(*flags, "--sequence-length", "9999").sequence_length == 9999

@@ -65,7 +65,7 @@ sys.exit(main())
 """
 
 
-def done(arguments: list[str], program: Sequence[str] = PROGRAM) -> str:
+def run_checked(arguments: list[str], program: Sequence[str] = PROGRAM) -> str:
     """Run a program that must succeed, and return its standard output."""
     result = subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -81,7 +81,7 @@ def test_photographs_are_learned(tmp_path: Path) -> None:
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
-    done(training(output, 150, cache="memory", **validation, **previews))
+    run_checked(training(output, 150, cache="memory", **validation, **previews))
     assert len(list(PHOTOGRAPHS.glob("*.jpg"))) >= 20
     rows = [row for row in read_json_log(output / "train.jsonl") if "validation_loss" in row]
     assert [row["step"] for row in rows] == [0, 75, 150]
@@ -108,7 +108,7 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(tmp_path: P
     }
     output, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     kills_itself = [sys.executable, "-c", KILLS_ITSELF, str(tmp_path)]
-    printed = done(training(unbroken, 16, **settings), [*kills_itself, "0"])
+    printed = run_checked(training(unbroken, 16, **settings), [*kills_itself, "0"])
     # The unbroken run also fills its cache. A resumed run finds the cache filled, so it does fewer
     # operations. Each n below is therefore less than half of `operations`: most resumed runs do n
     # operations and are killed.
@@ -136,7 +136,7 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(tmp_path: P
             assert step_of(after[-1]) >= steps - 2
     assert kills >= 3
     resume = {"resume": "latest"} if checkpoints(output) else {}
-    done(training(output, 16, **settings, **resume))
+    run_checked(training(output, 16, **settings, **resume))
     for name in ("adapter.safetensors", "adapter-best.safetensors"):
         assert contents(unbroken / name) == contents(output / name), name
     assert {path.name for path in output.iterdir()} == {path.name for path in unbroken.iterdir()}

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
         ],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    # <|end_of_text|> and <|eot_id|>
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 2)
     return tmp_path

@@ -28,7 +28,7 @@ def run(*arguments: object) -> Result:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def done(*arguments: object) -> Result:
+def run_checked(*arguments: object) -> Result:
     """Run a command that must succeed."""
     result = run(*arguments)
     assert result.returncode == 0, result.stderr
@@ -36,7 +36,7 @@ def done(*arguments: object) -> Result:
     return result
 
 
-def refused(result: Result, *texts: str) -> None:
+def check_rejected(result: Result, *texts: str) -> None:
     """Check that a command ended with status 2 and one error, and printed `texts` with it."""
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
@@ -85,7 +85,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
 def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints, validation, previews, averaged weights and TensorBoard logs."""
     output = tmp_path_factory.mktemp("trained") / "run"
-    result = done(
+    result = run_checked(
         *flags(
             output,
             save_every=2,
@@ -143,9 +143,9 @@ def test_an_adapter_changes_samples_unless_its_scale_is_tiny(
     common = ["sample", "--model", "sdxl", "--weights", sdxl_base, "--prompt", "a blur"]
     common += ["--size", "64x32", "--steps", "3", "--seed", "4", "--guidance", "3"]
     adapter = ["--adapter", trained / "adapter.safetensors"]
-    done(*common, "--output", tmp_path / "base.png")
-    done(*common, *adapter, "--output", tmp_path / "adapted.png")
-    done(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
+    run_checked(*common, "--output", tmp_path / "base.png")
+    run_checked(*common, *adapter, "--output", tmp_path / "adapted.png")
+    run_checked(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
     base, adapted, off = (pixels(tmp_path / f"{n}.png") for n in ("base", "adapted", "off"))
     assert base.shape == (64, 128, 3)  # 64x32 pixels, enlarged twofold
     assert np.abs(off - base).max() <= 1
@@ -165,8 +165,8 @@ def test_merging_writes_a_checkpoint_that_predicts_the_same(
     output = tmp_path / ("merged" if kind == "folder to folder" else "merged.safetensors")
     adapter = ["--adapter", trained / "adapter.safetensors"]
     merge = ["merge", "--model", "sdxl", "--weights", weights, *adapter, "--dtype", "f32"]
-    done(*merge, "--output", output)
-    refused(run(*merge, "--output", output), "which exists")
+    run_checked(*merge, "--output", output)
+    check_rejected(run(*merge, "--output", output), "which exists")
 
     def predict(path: Path, adapter: Path | None = None) -> np.ndarray:
         config = sdxl_base / "unet" / "config.json"
@@ -189,16 +189,16 @@ def test_merging_writes_a_checkpoint_that_predicts_the_same(
 def test_merging_an_adapter_of_unet_and_text_encoders_draws_the_same(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
 ) -> None:
-    result = done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    result = run_checked(*flags(tmp_path / "run", 3, train_text_encoder=True))
     assert "learnt nothing" not in result.stdout
     adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
     base = ["--model", "sdxl", "--weights", sdxl_base]
-    done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
+    run_checked("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
     drawing = ["--prompt", "a blur", "--size", "64", "--steps", "2", "--seed", "3"]
-    done("sample", *base, *adapter, *drawing, "--output", tmp_path / "adapted.png")
+    run_checked("sample", *base, *adapter, *drawing, "--output", tmp_path / "adapted.png")
     merged = ["--model", "sdxl", "--weights", tmp_path / "merged"]
-    done("sample", *merged, *drawing, "--output", tmp_path / "merged.png")
-    done("sample", *base, *drawing, "--output", tmp_path / "base.png")
+    run_checked("sample", *merged, *drawing, "--output", tmp_path / "merged.png")
+    run_checked("sample", *base, *drawing, "--output", tmp_path / "base.png")
     drawn = {name: pixels(tmp_path / f"{name}.png") for name in ("adapted", "merged", "base")}
     assert np.abs(drawn["merged"] - drawn["adapted"]).max() <= 1
     assert np.abs(drawn["base"] - drawn["adapted"]).max() > 1
@@ -230,9 +230,10 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     steps = step_of(checkpoints(output)[-1]) + 3
+    # The last line is the command that continues the run.
     advice = shlex.split(errors.splitlines()[-1])
-    done(*advice[1:], "--steps", steps)
-    done(*flags(tmp_path / "unbroken", steps, save_every=50, **extra))
+    run_checked(*advice[1:], "--steps", steps)
+    run_checked(*flags(tmp_path / "unbroken", steps, save_every=50, **extra))
     check_same_adapters(
         output, tmp_path / "unbroken", "adapter.safetensors", "adapter-best.safetensors"
     )
@@ -248,12 +249,12 @@ def test_the_next_run_reads_the_cache_on_disk(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     settings = {"cache": "disk", "cache_dir": tmp_path / "cache"}
-    first = done(*flags(tmp_path / "a", 2, **settings)).stdout
-    second = done(*flags(tmp_path / "b", 2, **settings)).stdout
+    first = run_checked(*flags(tmp_path / "a", 2, **settings)).stdout
+    second = run_checked(*flags(tmp_path / "b", 2, **settings)).stdout
     assert "latents of 8 images: 0 found, 8 made" in first
     assert "latents of 8 images: 8 found, 0 made" in second
     check_same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
-    done(*flags(tmp_path / "c", 2, cache="off"))
+    run_checked(*flags(tmp_path / "c", 2, cache="off"))
     check_same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
 
 
@@ -265,20 +266,20 @@ def test_an_adapter_of_unet_and_text_encoders_is_read_back_from_every_format(
     output = tmp_path / "run"
     settings = {"format": form, "adapter_precision": precision, "train_text_encoder": True}
     prompt = {"sample_prompts": "a blur", "sample_steps": 2, "guidance": 1.5}
-    done(*flags(output, 3, **settings, **prompt))
+    run_checked(*flags(output, 3, **settings, **prompt))
     dtypes = {str(tensor.dtype) for tensor in tc.load_file(output / "adapter.safetensors").values()}
     assert precision in dtypes
     common = ["sample", "--model", "sdxl", "--weights", sdxl_base, "--prompt", "a blur"]
     common += ["--size", "64", "--steps", "2", "--guidance", "1.5"]
     drawn = tmp_path / "drawn.png"
-    done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
+    run_checked(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
     # A second run can start from the adapter. The second run's preview at step 0 equals the image
     # that `sample` drew with the adapter.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
-    done(*flags(again, 1, **start))
+    run_checked(*flags(again, 1, **start))
     difference = np.abs(pixels(drawn) - pixels(again / "samples" / "step-000000.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
 
@@ -302,7 +303,7 @@ def plain(
 ) -> dict[str, bytes]:
     """The bytes of each tensor of the adapter that 2 steps with the default `flags` write."""
     output = tmp_path_factory.mktemp("plain") / "run"
-    done(*flags(output, 2))
+    run_checked(*flags(output, 2))
     return contents(output / "adapter.safetensors")
 
 
@@ -310,7 +311,7 @@ def plain(
 def test_a_setting_of_training_changes_the_adapter(
     flags: Callable[..., list[str]], tmp_path: Path, plain: dict[str, bytes], change: dict[str, Any]
 ) -> None:
-    done(*flags(tmp_path / "run", 2, **change))
+    run_checked(*flags(tmp_path / "run", 2, **change))
     assert contents(tmp_path / "run" / "adapter.safetensors") != plain
 
 
@@ -335,7 +336,7 @@ def test_checkpointing_threads_previews_validation_and_logs_do_not_change_the_ad
 ) -> None:
     # The folder is known only here, in the test.
     change = {k: sdxl_folder if v == "DATASET" else v for k, v in change.items()}
-    done(*flags(tmp_path / "run", 2, **change))
+    run_checked(*flags(tmp_path / "run", 2, **change))
     assert contents(tmp_path / "run" / "adapter.safetensors") == plain
 
 
@@ -344,7 +345,7 @@ def test_runs_in_16_bit_floats_train_and_draw(
     flags: Callable[..., list[str]], tmp_path: Path, precision: str
 ) -> None:
     settings = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}
-    done(*flags(tmp_path / "run", 3, precision=precision, **settings))
+    run_checked(*flags(tmp_path / "run", 3, precision=precision, **settings))
     losses = [float(row["loss"]) for row in read_log(tmp_path / "run" / "train.csv")]
     assert np.isfinite(losses).all()
 
@@ -355,22 +356,24 @@ def test_faulty_datasets_are_rejected_unless_a_setting_handles_the_fault(
     out = tmp_path / "out"
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(run(*flags(out, dataset=empty)), "holds no images")
-    refused(run(*flags(out, dataset=tmp_path / "none")), "there is no folder")
+    check_rejected(run(*flags(out, dataset=empty)), "holds no images")
+    check_rejected(run(*flags(out, dataset=tmp_path / "none")), "there is no folder")
 
     broken = tmp_path / "broken"
     shutil.copytree(sdxl_folder, broken)
     (broken / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n and then nothing")
     (broken / "bad.txt").write_text("bad")
-    refused(run(*flags(out, dataset=broken)), "1 of 9 images", "bad.png: cannot be decoded")
-    result = done(*flags(out, 1, dataset=broken, skip_bad=True))
+    check_rejected(run(*flags(out, dataset=broken)), "1 of 9 images", "bad.png: cannot be decoded")
+    result = run_checked(*flags(out, 1, dataset=broken, skip_bad=True))
     assert "bad.png" in result.stdout
 
     uncaptioned = tmp_path / "uncaptioned"
     uncaptioned.mkdir()
     Image.new("RGB", (64, 64)).save(uncaptioned / "a.png")
-    refused(run(*flags(tmp_path / "o2", dataset=uncaptioned)), "a.png: no caption", "--caption")
-    done(*flags(tmp_path / "o3", 1, dataset=uncaptioned, caption="a square"))
+    check_rejected(
+        run(*flags(tmp_path / "o2", dataset=uncaptioned)), "a.png: no caption", "--caption"
+    )
+    run_checked(*flags(tmp_path / "o3", 1, dataset=uncaptioned, caption="a square"))
 
 
 def test_a_huge_image_is_rejected_before_it_is_decoded(
@@ -380,7 +383,7 @@ def test_a_huge_image_is_rejected_before_it_is_decoded(
     shutil.copytree(sdxl_folder, huge)
     Image.new("1", (20_000, 20_000)).save(huge / "huge.png")
     (huge / "huge.txt").write_text("huge")
-    refused(run(*flags(tmp_path / "out", dataset=huge)), "huge.png", "too large")
+    check_rejected(run(*flags(tmp_path / "out", dataset=huge)), "huge.png", "too large")
 
 
 def test_paths_may_contain_spaces_and_emoji(
@@ -392,7 +395,7 @@ def test_paths_may_contain_spaces_and_emoji(
     (dataset / "0.png").rename(dataset / "a \U0001f408.png")
     (dataset / "0.txt").rename(dataset / "a \U0001f408.txt")
     shutil.copytree(sdxl_base, weights)
-    done(*flags(output, 1, dataset=dataset, weights=weights, cache="disk"))
+    run_checked(*flags(output, 1, dataset=dataset, weights=weights, cache="disk"))
     assert (output / "adapter.safetensors").is_file()
 
 
@@ -403,38 +406,40 @@ def test_weights_that_are_missing_damaged_or_of_another_model_are_rejected(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    refused(run(*flags(out, weights=digits_base)), "is not a model of SDXL", "unet")
-    refused(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
+    check_rejected(run(*flags(out, weights=digits_base)), "is not a model of SDXL", "unet")
+    check_rejected(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
     # The weights look like a name on the hub, but no test may connect to the hub.
     unreachable = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     command = [*PROGRAM, *flags(out, weights="nobody/nothing")]
-    refused(
+    check_rejected(
         subprocess.run(command, capture_output=True, text=True, check=False, env=unreachable),
         "nobody/nothing: there is no such file or folder",
     )
-    refused(
+    check_rejected(
         run(*flags(out, weights=digits_base / "model.safetensors")), "is not a checkpoint of SDXL"
     )
-    refused(run(*flags(out, model="digits", resolution=64)), "have no effect on the model `digits`")
+    check_rejected(
+        run(*flags(out, model="digits", resolution=64)), "have no effect on the model `digits`"
+    )
     truncated = tmp_path / "truncated"
     shutil.copytree(sdxl_base, truncated)
     path = truncated / "unet" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:100_000])
-    refused(run(*flags(out, weights=truncated)), "diffusion_pytorch_model.safetensors")
+    check_rejected(run(*flags(out, weights=truncated)), "diffusion_pytorch_model.safetensors")
 
 
 def test_the_adapter_of_another_model_is_rejected(
     sdxl_base: Path, digits_folder: Path, digits_base: Path, tmp_path: Path
 ) -> None:
-    done(
+    run_checked(
         *("train", "--model", "digits", "--weights", digits_base, "--dataset", digits_folder),
         *("--output", tmp_path / "digits", "--steps", 1, "--rank", 2),
     )
     adapter = tmp_path / "digits" / "adapter.safetensors"
     common = ["--model", "sdxl", "--weights", sdxl_base, "--adapter", adapter]
     drawing = ["--prompt", "x", "--steps", "1", "--output", tmp_path / "a.png"]
-    refused(run("sample", *common, *drawing), "adapter")
-    refused(run("merge", *common, "--output", tmp_path / "merged"), "adapter")
+    check_rejected(run("sample", *common, *drawing), "adapter")
+    check_rejected(run("merge", *common, "--output", tmp_path / "merged"), "adapter")
     assert not (tmp_path / "merged").exists()
 
 
@@ -442,18 +447,18 @@ def test_an_output_that_cannot_be_written_is_rejected(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    refused(run(*flags(tmp_path / "file" / "out")), "file")
+    check_rejected(run(*flags(tmp_path / "file" / "out")), "file")
     if os.geteuid() != 0:
         locked = tmp_path / "locked"
         locked.mkdir(mode=0o500)
-        refused(run(*flags(locked / "out")), "Permission denied")
+        check_rejected(run(*flags(locked / "out")), "Permission denied")
 
 
 def test_a_run_that_cannot_fit_is_rejected_with_settings_that_fit(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     result = run(*flags(tmp_path / "out", batch_size=64, vram=0.25, gradient_checkpointing="none"))
-    refused(result, "the run needs about", "with --batch-size 1")
+    check_rejected(result, "the run needs about", "with --batch-size 1")
     assert not (tmp_path / "out").exists()
 
 

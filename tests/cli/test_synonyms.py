@@ -17,11 +17,12 @@ SYNONYMS = [
 
 @pytest.mark.parametrize(("name", "synonym"), SYNONYMS)
 def test_a_synonym_sets_its_setting(name: str, synonym: str) -> None:
-    value = VALUES.get(name, True)  # no value: a switch that conflicts with other values
+    # VALUES lacks settings that conflict with others. Those that have synonyms are switches.
+    value = VALUES.get(name, True)
     arguments = as_arguments(name, value)
     arguments[0] = arguments[0].replace(flag(name)[2:], flag(synonym)[2:])
     assert parse(*arguments) == TrainConfig(**{name: value})
 
 
-def test_the_memory_limit_is_the_budget() -> None:
+def test_memory_limit_is_a_synonym_of_vram() -> None:
     assert parse("--memory-limit", "12").vram == 12

@@ -90,6 +90,7 @@ def test_on_a_signal_a_run_saves_and_prints_how_to_resume(
     assert len(read_log(output / "train.csv")) == stopped
     assert not (output / "adapter.safetensors").exists()
 
+    # The last line is the command that continues the run.
     advice = shlex.split(errors.splitlines()[-1])
     assert advice[:2] == ["trainable-candle", "train"]
     steps = stopped + 4
@@ -147,7 +148,7 @@ def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_p
     assert resumed.returncode == 0, resumed.stderr
 
 
-def refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
+def check_rejected(result: subprocess.CompletedProcess[str], *texts: str) -> None:
     """Check that a command ended with status 2 and an error that contains `texts`."""
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -161,22 +162,26 @@ def test_an_output_folder_that_cannot_be_written_is_reported(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    refused(
+    check_rejected(
         run(*training(digits_base, digits_folder, file, 2)),
         str(file),
         "exists and is a file, expected a folder",
     )
-    refused(run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory")
+    check_rejected(
+        run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory"
+    )
     read_only = Path("/proc/self")  # even root cannot create a folder here
-    refused(run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such")
+    check_rejected(
+        run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such"
+    )
 
 
 def test_weights_and_images_that_do_not_fit_the_model_are_rejected(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    refused(run(*training(tmp_path / "none", digits_folder, out, 2)), str(tmp_path / "none"))
-    refused(
+    check_rejected(run(*training(tmp_path / "none", digits_folder, out, 2)), str(tmp_path / "none"))
+    check_rejected(
         run(*training(digits_folder, digits_folder, out, 2)),
         "there is no config.json in this folder",
     )
@@ -186,7 +191,7 @@ def test_weights_and_images_that_do_not_fit_the_model_are_rejected(
     (wrong / "a.txt").write_text("a cat")
     Image.new("RGB", (8, 8)).save(wrong / "b.png")
     (wrong / "b.txt").write_text("one or two")
-    refused(
+    check_rejected(
         run(*training(digits_base, wrong, out, 2)),
         "2 of 2 images",
         "a.png: is 9x8 pixels, expected 8x8",
@@ -198,13 +203,13 @@ def test_unknown_devices_and_layers_are_rejected(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     arguments = training(digits_base, digits_folder, tmp_path / "out", 2)
-    refused(run(*arguments, "--device", "gpu"), "gpu")
-    refused(run(*arguments, "--target-modules", "to_x"), "to_x")
+    check_rejected(run(*arguments, "--device", "gpu"), "gpu")
+    check_rejected(run(*arguments, "--target-modules", "to_x"), "to_x")
 
 
 def test_an_unknown_dtype_is_rejected(digits_base: Path, tmp_path: Path) -> None:
     arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
-    refused(sample(*arguments, "--dtype", "f8"), "f8")
+    check_rejected(sample(*arguments, "--dtype", "f8"), "f8")
 
 
 def sample(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -240,7 +245,7 @@ def test_sample_draws_the_same_grid_unless_an_adapter_changes_it(
 def test_sample_rejects_prompts_without_a_digit(digits_base: Path, tmp_path: Path) -> None:
     output = tmp_path / "a.png"
     result = sample("--weights", digits_base, "--prompt", "a cat", "--output", output)
-    refused(result, "'a cat' names no digit, expected one of 0 to 9 or of zero to nine")
+    check_rejected(result, "'a cat' names no digit, expected one of 0 to 9 or of zero to nine")
     assert not output.exists()
 
 
@@ -251,7 +256,7 @@ def test_merge_writes_a_model_that_predicts_the_same(
     arguments += ["--adapter", trained / "adapter.safetensors", "--output", tmp_path / "merged"]
     result = run("merge", *arguments)
     assert result.returncode == 0, result.stderr
-    refused(run("merge", *arguments), "which exists; expected a new or an empty folder")
+    check_rejected(run("merge", *arguments), "which exists; expected a new or an empty folder")
 
     inputs = (
         tc.randn((3, 1, 8, 8)),
@@ -271,9 +276,13 @@ def test_missing_adapters_and_files_that_are_not_adapters_are_rejected(
     digits_base: Path, trained: Path, tmp_path: Path
 ) -> None:
     arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
-    refused(sample(*arguments, "--adapter", tmp_path / "none.safetensors"), "none.safetensors")
-    refused(sample(*arguments, "--adapter", trained / "train.csv"), "train.csv")
-    refused(sample(*arguments, "--adapter", digits_base / "model.safetensors"), "model.safetensors")
+    check_rejected(
+        sample(*arguments, "--adapter", tmp_path / "none.safetensors"), "none.safetensors"
+    )
+    check_rejected(sample(*arguments, "--adapter", trained / "train.csv"), "train.csv")
+    check_rejected(
+        sample(*arguments, "--adapter", digits_base / "model.safetensors"), "model.safetensors"
+    )
 
 
 def test_the_long_help_says_which_weights_to_download(capsys: pytest.CaptureFixture[str]) -> None:

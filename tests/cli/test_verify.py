@@ -9,6 +9,7 @@ from trainable_candle.cli import main
 from trainable_candle.families import find
 from trainable_candle.families.sdxl import SDXL
 
+# A layer of width 640, under its name in kohya's files.
 MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
 
@@ -47,6 +48,7 @@ def test_a_good_file_is_reported_with_status_0(
             lora(MODULE) | {"strange": tc.ones(1)},
             "strange: this tensor is no parameter of an adapter",
         ),
+        # This layer has the width 1280.
         (lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q"), "do not fit a weight"),
         (
             lora("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
@@ -121,18 +123,18 @@ def test_the_report_says_how_many_modules_each_tool_applies(
 ) -> None:
     modules = [f"transformer.transformer_blocks.0.attn.to_{letter}" for letter in "qk"]
     a, b = tc.ones((2, 3072)), tc.ones((3072, 2))
-    own = {f"{m}.lora_{name}.weight": x for m in modules for name, x in (("A", a), ("B", b))}
-    assert verify(tmp_path / "a.safetensors", own, "--model", "flux") == 0
+    tensors = {f"{m}.lora_{name}.weight": x for m in modules for name, x in (("A", a), ("B", b))}
+    assert verify(tmp_path / "a.safetensors", tensors, "--model", "flux") == 0
     text = capsys.readouterr().out
     assert "ComfyUI applies 2\n" in text
     assert "diffusers applies 2\n" in text
     assert "kohya applies 0; 2 not: it does not know this key\n" in text
     assert "peft applies 0; 2 not: it only knows its own names\n" in text
     alphas = {f"{module}.alpha": tc.tensor(1.0) for module in modules}
-    assert verify(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
+    assert verify(tmp_path / "a.safetensors", tensors | alphas, "--model", "flux") == 0
     assert "diffusers applies 2\n" in capsys.readouterr().out
     # The same layers of SD3 have the width 1536.
-    sd3 = {name: t[:, :1536] if "_A" in name else t[:1536] for name, t in own.items()}
+    sd3 = {name: t[:, :1536] if "_A" in name else t[:1536] for name, t in tensors.items()}
     assert verify(tmp_path / "a.safetensors", sd3 | alphas, "--model", "sd3") == 0
     text = capsys.readouterr().out
     assert "diffusers applies 0; 2 not: it rejects files with an alpha beside the" in text
@@ -164,14 +166,14 @@ def test_an_adapter_of_a_language_model_is_good_if_peft_applies_it(
     down, up = tc.ones((2, width)), tc.ones((width, 2))
     module = "lora_lm_" + layer.replace(".", "_")
     file = tmp_path / "a.safetensors"
-    tensors = {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
-    assert verify(file, tensors, "--model", "causal-lm") == 1
+    kohya_tensors = {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
+    assert verify(file, kohya_tensors, "--model", "causal-lm") == 1
     text = capsys.readouterr().out
     assert "peft applies 0; 1 not: it only knows its own names\n" in text
     assert "\nnot good\n" in text
-    own = {
+    peft_tensors = {
         f"base_model.model.{layer}.lora_A.weight": down,
         f"base_model.model.{layer}.lora_B.weight": up,
     }
-    assert verify(file, own, "--model", "causal-lm") == 0
+    assert verify(file, peft_tensors, "--model", "causal-lm") == 0
     assert "\ngood: peft applies all modules\n" in capsys.readouterr().out
