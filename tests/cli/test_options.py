@@ -398,8 +398,7 @@ def test_a_preset_limits_the_sequence_length_to_the_context(tmp_path: Path) -> N
         values = json.loads(path.read_text())
         path.write_text(json.dumps({**values, "max_position_embeddings": length}))
         flags = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
-        # The preset's value is 1024.
-        assert parse(*flags).sequence_length == min(length, 1024)
+        assert parse(*flags).sequence_length == min(length, 1024)  # 1024: the preset's value
         # Only the preset's value is limited: the run rejects a given value that is too large.
         assert parse(*flags, "--sequence-length", "9999").sequence_length == 9999
     with pytest.raises(MissingFileError, match="--weights: there is no file or folder no"):

@@ -52,7 +52,10 @@ globals().update({k: v for k, v in vars(_families).items() if k.endswith("_base"
 
 @dataclass(frozen=True)
 class Call:
-    """A line of the simulation's log: a call of a library, or a mark of the snippet."""
+    """A line of the simulation's log: a call of a library, or a mark of the snippet.
+
+    If `kind` is "copy", the field "kind" is the name of the function, such as cuMemcpyHtoDAsync.
+    """
 
     kind: str
     fields: dict[str, str]

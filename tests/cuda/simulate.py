@@ -119,6 +119,8 @@ def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]
 
     An image is a tuple of its kind (PTX or ELF), the number of its architecture, and its bytes.
     """
+    # A fatbin begins with a magic number, a version, the size of this header (16 bytes), and the
+    # number of bytes after the header.
     magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
     start = program.find(magic)
     while start >= 0:
@@ -126,7 +128,8 @@ def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]
         position, end, images = start + 16, start + 16 + size, []
         while position < end <= len(program):
             # The header of an image: kind, version, the header's size, the payload's size with
-            # padding, and the payload's compressed size, or 0 if it is not compressed.
+            # padding, and the payload's compressed size, or 0 if it is not compressed. The number
+            # of the architecture and the payload's uncompressed size follow.
             kind, _, header, padded, packed = struct.unpack_from("<HHIQI", program, position)
             (number,) = struct.unpack_from("<I", program, position + 28)
             (unpacked,) = struct.unpack_from("<Q", program, position + 56)
@@ -174,6 +177,7 @@ def machine_code(image: bytes) -> Iterator[str]:
         # From compute capability 9.0 on, the size of the shared memory includes 1 KiB that CUDA
         # reserves.
         fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
+        # The highest 8 bits of `sh_info` are the registers per thread, or 0.
         registers = text["sh_info"] >> 24 or listed_registers(file, name)
         yield describe(architecture, name, registers, threads, fixed, sizes)
 

@@ -1,6 +1,6 @@
 """Captured functions, copies, memory and DLPack on the simulated device.
 
-Its copies move data, but its kernels do not compute.
+The device's copies move data, but its kernels do not compute.
 """
 
 from typing import Any
@@ -61,6 +61,7 @@ def test_a_training_step_becomes_one_replay(cuda: Any) -> None:
         # The launches outside the graph copy the generator's offset, two inputs, two outputs, and
         # the two gradients that the code above reads.
         assert len(replay.launches) <= 7, replay.launches
+    # The graph has at least one launch of each kernel that an eager call launches.
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))
 

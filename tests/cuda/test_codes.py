@@ -51,8 +51,8 @@ def calls(cuda: Any, **constants: str) -> dict[str, tuple[list[str], list[tuple[
 @pytest.mark.parametrize("rows", ["77", "1"])
 def test_cublaslt_scales_products_of_e4m3(cuda: Any, dtype: str, types: str, rows: str) -> None:
     found = calls(cuda, FORMAT="fp8", DTYPE=dtype, ROWS=rows)
-    # The epilogue 4 adds the bias. Fast accumulation is for sums of a forward pass that are short
-    # and rounded to bf16.
+    # The epilogue 4 adds the bias; the epilogue 1 does nothing. Fast accumulation is for sums of a
+    # forward pass that are short and rounded to bf16.
     fast = "1" if dtype == "bf16" else "0"
     products = [("48", rows, "64", types, "4", fast)]
     assert found["forward"] == ([f"quantize_rows_{dtype}"], products)

@@ -74,7 +74,7 @@ def test_comparisons_equal_those_of_the_cpu(
     column, row = x.reshape(n, 1), x.reshape(1, n)
     expected = compare(column, row)
     assert bits(compare(column.to("cuda"), row.to("cuda"))) == bits(expected)
-    # 48 elements of a row are read 2 to 16 at a time.
+    # The kernels read 2, 4, 8 or 16 elements of a row at a time, so the rows have 48 elements.
     order = np.random.default_rng(0).permutation(np.tile(np.arange(n), 48))
     wide = x[tc.tensor(order)].reshape(n, 48)
     check_same_bits(compare, wide, wide[::-1])

@@ -1,6 +1,6 @@
 """Devices and their memory, on a simulated GPU.
 
-Its kernels compute nothing, but its copies and its fills with zeros are real.
+The GPU's kernels compute nothing, but its copies and its fills with zeros are real.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def test_the_name_of_a_device_is_its_product_name(cuda: Any) -> None:
 
 def test_memory_can_be_limited(cuda: Any) -> None:
     cuda.run("""
-        kept = tc.zeros((100, 1 << 20), dtype="u8", device="cuda")
+        medium = tc.zeros((100, 1 << 20), dtype="u8", device="cuda")
         limit = tc.cuda.memory_stats()["reserved"] + (64 << 20)
         tc.cuda.set_memory_limit(limit)
         try:
@@ -104,18 +104,18 @@ def test_memory_can_be_limited(cuda: Any) -> None:
             raise AssertionError("the tensors take more than the limit, without an error")
         small = tc.zeros((32, 1 << 20), dtype="u8", device="cuda")
         # Freed memory can be allocated again, whatever the sizes of the freed blocks.
-        del kept, small
+        del medium, small
         large = tc.zeros((128, 1 << 20), dtype="u8", device="cuda")
         assert tc.cuda.memory_stats()["reserved"] <= limit
         tc.cuda.set_memory_limit(None)
-        more = tc.zeros((1024, 1 << 20), dtype="u8", device="cuda")
+        huge = tc.zeros((1024, 1 << 20), dtype="u8", device="cuda")
         assert tc.cuda.memory_stats()["reserved"] > limit
     """)
 
 
 def test_a_process_goes_on_after_errors_of_full_memory(cuda: Any) -> None:
     run = cuda.run("""
-        kept = tc.tensor([1.0, 2.0], device="cuda")
+        values = tc.tensor([1.0, 2.0], device="cuda")
         uses = {
             "zeros": lambda: tc.zeros((3, 1024, 1024, 256), device="cuda"),
             "full": lambda: tc.full((3, 1024, 1024, 256), 1.5, device="cuda"),
@@ -131,7 +131,7 @@ def test_a_process_goes_on_after_errors_of_full_memory(cuda: Any) -> None:
                 assert isinstance(error, MemoryError)
             else:
                 raise AssertionError(name)
-        assert kept.tolist() == [1.0, 2.0]
+        assert values.tolist() == [1.0, 2.0]
         half = [tc.zeros((1024, 1024, 128), device="cuda") for _ in range(2)]
         assert tc.cuda.memory_stats()["allocated"] > GIB
         del half

@@ -7,14 +7,14 @@ import pytest
 from trainable_candle import _core
 from trainable_candle.errors import CudaUnavailableError
 
-TOGETHER = """
+TWO_RANKS = """
     import threading
     from trainable_candle import _core
     from trainable_candle.errors import ArgumentError, CudaUnavailableError, DeviceError
 
     # Call work(communicator, device) in a thread for each of two ranks. Return each rank's error or
     # None.
-    def together(work):
+    def run_two_ranks(work):
         identifier = _core.nccl_unique_id()
         errors = [None, None]
 
@@ -43,7 +43,7 @@ TOGETHER = """
 
 def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
     run = cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     def work(group, device):
         parameters = make_parameters(device)
@@ -58,7 +58,7 @@ def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
         group.broadcast_(parameters[0], 0)
         group.wait(10.0)
 
-    assert together(work) == [None, None]
+    assert run_two_ranks(work) == [None, None]
     """,
         settings={"DEVICES": "2"},
     )
@@ -81,7 +81,7 @@ def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
 
 def test_a_narrow_sum_of_gradients_is_in_bf16(cuda: Any) -> None:
     run = cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     def work(group, device):
         parameters = make_parameters(device)
@@ -89,7 +89,7 @@ def test_a_narrow_sum_of_gradients_is_in_bf16(cuda: Any) -> None:
         group.all_reduce_gradients(parameters, tail, narrow=True)
         group.wait(10.0)
 
-    assert together(work) == [None, None]
+    assert run_two_ranks(work) == [None, None]
     """,
         settings={"DEVICES": "2"},
     )
@@ -105,7 +105,7 @@ def test_a_rank_aborts_if_its_tensor_has_another_size_than_that_of_the_other_ran
     cuda: Any,
 ) -> None:
     run = cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     barrier = threading.Barrier(2)
 
@@ -126,7 +126,7 @@ def test_a_rank_aborts_if_its_tensor_has_another_size_than_that_of_the_other_ran
                 except DeviceError as error:
                     assert "aborted" in str(error), error
 
-    errors = together(work)
+    errors = run_two_ranks(work)
     assert errors[0] is None, errors
     assert "NCCL reports: invalid usage" in str(errors[1]), errors
     """,
@@ -138,7 +138,7 @@ def test_a_rank_aborts_if_its_tensor_has_another_size_than_that_of_the_other_ran
 
 def test_a_negative_time_for_joining_is_rejected(cuda: Any) -> None:
     run = cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     try:
         _core.NcclCommunicator("cuda", 0, 2, _core.nccl_unique_id(), -1.0)
@@ -153,7 +153,7 @@ def test_a_negative_time_for_joining_is_rejected(cuda: Any) -> None:
 
 def test_joining_alone_fails_after_the_given_seconds(cuda: Any) -> None:
     run = cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     identifier = _core.nccl_unique_id()
     try:
@@ -169,14 +169,14 @@ def test_joining_alone_fails_after_the_given_seconds(cuda: Any) -> None:
 
 def test_a_stopped_communicator_waits_for_no_rank(cuda: Any) -> None:
     cuda.run(
-        TOGETHER
+        TWO_RANKS
         + """
     def work(group, device):
         if group.rank == 0:
             group.stop()
             group.all_reduce(tc.ones((5,), device=device))
 
-    errors = together(work)
+    errors = run_two_ranks(work)
     assert errors[1] is None
     # Rank 0 checks for a stop only if its call is not done yet, so the call may succeed.
     assert errors[0] is None or "another process has ended" in str(errors[0]), errors
@@ -193,14 +193,14 @@ def test_errors_of_nccl_are_raised_with_their_reason(cuda: Any, fail: str) -> No
     import os
     os.environ["SIMULATED_NCCL_FAIL"] = "{fail}"
     """
-        + TOGETHER
+        + TWO_RANKS
         + """
     def work(group, device):
         for _ in range(3):
             group.all_reduce(tc.ones((5,), device=device))
             group.wait(5.0)
 
-    errors = together(work)
+    errors = run_two_ranks(work)
     assert all("NCCL reports: remote process exited" in str(error) for error in errors), errors
     """,
         settings={"DEVICES": "2"},

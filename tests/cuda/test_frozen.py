@@ -27,7 +27,7 @@ TRAIN = """
     layer = tc.nn.LoRALinear(tc.randn(64, 64, dtype="bf16", device="cuda"), 8, 8.0)
     parameters = list(layer.parameters())
     opt = tc.optim.OPTIMIZER
-    more = lambda: None  # tests replace it, to add work to a step
+    more = lambda: None  # more work of a step; tests replace this function
 
     def train(x):
         loss = F.dropout(layer(x), 0.1).sum()
@@ -212,8 +212,11 @@ AVERAGE = """
 """
 
 
-def update_weights(calls: list[Any]) -> list[float]:
-    """The weights of the trained values in updates of averages: what `fill_f64` writes."""
+def weights_of_updates(calls: list[Any]) -> list[float]:
+    """The weight of the trained value, 1 - decay, in each update of averages.
+
+    The kernel `fill_f64` writes this number, its last argument.
+    """
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
@@ -253,9 +256,9 @@ def test_replays_warm_averages_up_and_reject_updates_while_swapped_in(
     )
     assert run.of("refused") == []
     # While the averages warm up, the decay after n updates is (1 + n) / (10 + n), at most 0.9.
-    found = update_weights(run.after("updates").of("launch"))
+    found = weights_of_updates(run.after("updates").of("launch"))
     assert found == [1 - min(0.9, (1 + n) / (10 + n)) for n in range(6)]
-    assert update_weights(run.after("load").of("launch")) == [1 - 21 / 30]
+    assert weights_of_updates(run.after("load").of("launch")) == [1 - 21 / 30]
     assert len(run.after("load").of("replay")) == 1
     assert run.after("swapped").of("replay") == []
 

@@ -14,19 +14,19 @@ TRAIN = """
         optimizer.zero_grad()
         return loss
 
-    def make(kind, states, **more):
+    def make_training(kind, states, **arguments):
         tc.manual_seed(0)
         base = tc.randn(64, 96, dtype="bf16", device="cuda")
         layer = tc.nn.LoRALinear(base, 8, 8.0)
-        return layer, tc.optim.KINDS[kind](layer.parameters(), lr=0.1, states=states, **more)
+        return layer, tc.optim.KINDS[kind](layer.parameters(), lr=0.1, states=states, **arguments)
 
     x = tc.randn(32, 96, dtype="bf16", device="cuda")
 """
-MORE: dict[str, dict[str, Any]] = {
+EXTRA_ARGUMENTS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
     **{kind: {"min_8bit_size": 1} for kind in ("adamw8bit", "adam8bit", "lion8bit")},
 }
-"""More arguments of some optimizers.
+"""Arguments of some optimizers in addition to those of all.
 
 With them, every optimizer has states, and all states of 8-bit optimizers are codes.
 """
@@ -41,7 +41,7 @@ def test_states_are_in_pinned_memory_and_steps_launch_the_same_kernels(
         + f"""
     for states in ("device", "host"):
         before = tc.cuda.memory_stats()["allocated"]
-        layer, optimizer = make({kind!r}, states, **{MORE.get(kind, {})!r})
+        layer, optimizer = make_training({kind!r}, states, **{EXTRA_ARGUMENTS.get(kind, {})!r})
         for step in range(3):
             mark(f"{{states}}-{{step}}")
             train(layer, optimizer, x)
@@ -74,7 +74,7 @@ def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
     run = cuda.run(
         TRAIN
         + """
-    layer, optimizer = make("adamw", "host")
+    layer, optimizer = make_training("adamw", "host")
     step = tc.cuda.capture(lambda x: train(layer, optimizer, x), [x])
     for number in range(5):
         mark(f"step-{number}")
@@ -109,8 +109,11 @@ def test_states_on_the_host_are_saved_without_copies_from_the_gpu(cuda: Any) -> 
     run = cuda.run(
         TRAIN
         + """
-    made = {states: make("adamw8bit", states, min_8bit_size=1) for states in ("device", "host")}
-    variables = [tc.Var(tc.zeros(*var.shape)) for var in made["host"][0].parameters()]
+    trainings = {
+        states: make_training("adamw8bit", states, min_8bit_size=1)
+        for states in ("device", "host")
+    }
+    variables = [tc.Var(tc.zeros(*var.shape)) for var in trainings["host"][0].parameters()]
     cpu = tc.optim.AdamW8bit(variables, min_8bit_size=1, states="host")
     for var in variables:
         var.grad = tc.ones(*var.shape)
@@ -118,7 +121,7 @@ def test_states_on_the_host_are_saved_without_copies_from_the_gpu(cuda: Any) -> 
     saved = cpu.state_dict()
     # Each of the two variables has two states, as codes and scales. There are three other entries.
     assert len(saved) == 3 + 2 * 4
-    for states, (layer, optimizer) in made.items():
+    for states, (layer, optimizer) in trainings.items():
         train(layer, optimizer, x)
         optimizer.load_state_dict(saved)
         mark(f"saved-{states}")
@@ -148,11 +151,11 @@ def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, lim
         + TRAIN
         + """
     try:
-        make("adamw", "host")
+        make_training("adamw", "host")
     except tc.errors.OutOfMemoryError as error:
         print(error)
     # The process can go on, with states in GPU memory.
-    layer, optimizer = make("adamw", "device")
+    layer, optimizer = make_training("adamw", "device")
     train(layer, optimizer, x)
     """,
         settings=settings,
@@ -169,7 +172,7 @@ def test_making_an_optimizer_with_states_on_the_host_in_a_captured_function_is_a
         TRAIN
         + """
     def step(x):
-        make("adamw", "host")
+        make_training("adamw", "host")
         return x * 2
     captured = tc.cuda.capture(step, [x])
     try:

@@ -9,7 +9,7 @@ import pytest
 
 import trainable_candle as tc
 
-from .test_host_states import MORE
+from .test_host_states import EXTRA_ARGUMENTS
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ class Run:
         rounding = {"stochastic_rounding": True} if storage == "rounded" else {}
         tc.manual_seed(5)
         self.optimizer = tc.optim.KINDS[kind](
-            self.vars, lr=0.01, states=states, **rounding, **MORE.get(kind, {})
+            self.vars, lr=0.01, states=states, **rounding, **EXTRA_ARGUMENTS.get(kind, {})
         )
         batches = [tc.tensor(rng.standard_normal((40, 700)), dtype=dtype) for _ in range(8)]
         self.batches = [batch.to("cuda") for batch in batches]

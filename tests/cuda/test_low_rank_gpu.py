@@ -54,12 +54,14 @@ def test_gradients_of_factors_of_many_layers_are_near_those_of_numpy(dtype: Any)
             [*ups, ups[REPEATED]],
             SCALE,
         )
+    # A launch adds to a gradient at most once, so the repeated layer needs a second launch.
     launches = {kernel.name: kernel.count for kernel in profile.kernels}
     assert launches[f"low_rank_gradient_{dtype}"] == 2, launches
 
     def wide(tensor: tc.Tensor) -> np.ndarray:
         return tensor.detach().to("cpu").to("f32").numpy().astype(np.float64)
 
+    # The products read the factors, which are f32, in `dtype`.
     def rounded(tensor: tc.Tensor) -> np.ndarray:
         return wide(tensor.detach().to(dtype))
 

@@ -40,8 +40,8 @@ def test_the_backward_kernel_of_a_norm_adds_the_gradient_of_the_residual(cuda: A
         assert backward[f"{name}_backward_bf16"] == 1
         # The norm's kernel adds the gradient of the residual, so the backward pass launches as many
         # additions as without the residual. One of them adds to the `grad` of the norm's input.
-        _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
-        assert additions(backward) == additions(without), (backward, without)
+        _, without_residual = launches(cuda, f"y = {norm.partition(' + ')[2]}")
+        assert additions(backward) == additions(without_residual), (backward, without_residual)
 
 
 def test_a_residual_sum_and_its_norm_are_one_launch_in_each_pass(cuda: Any) -> None:

@@ -70,7 +70,7 @@ def assert_near(found: list[np.ndarray], expected: list[np.ndarray], dtype: str)
 def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
     kind: str, options: dict[str, Any], dtype: str
 ) -> None:
-    made = []
+    runs = []
     for device in ("cpu", "cuda"):
         parameters = variables(dtype, device)
         groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:]}]
@@ -79,8 +79,8 @@ def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
         lr = 1.0 if kind == "prodigy" else 0.01
         optimizer = tc.optim.KINDS[kind](groups, lr=lr, **options)
         take_three_steps(optimizer, parameters, 0)
-        made.append((optimizer, parameters))
-    (here, expected), (there, found) = made
+        runs.append((optimizer, parameters))
+    (here, expected), (there, found) = runs
     assert_near(values(found), values(expected), dtype)
     # Each optimizer loads the states of the other one. Both then continue.
     states = here.state_dict(), there.state_dict()
@@ -90,7 +90,7 @@ def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
     here.load_state_dict(states[1])
     there.load_state_dict(states[0])
-    for optimizer, parameters in made:
+    for optimizer, parameters in runs:
         take_three_steps(optimizer, parameters, 3)
     assert_near(values(found), values(expected), dtype)
 

@@ -77,11 +77,11 @@ START = """
     from pathlib import Path
     from trainable_candle.distributed.launch import rank_environment
 
-    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+    with tempfile.TemporaryDirectory(dir="/tmp") as rendezvous:
         children = [
             subprocess.Popen(
-                [sys.executable, PATH], env=rank_environment(Path(meeting), rank, 2), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [sys.executable, PATH], env=rank_environment(Path(rendezvous), rank, 2),
+                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for rank in range(2)
         ]
@@ -91,7 +91,7 @@ START = """
 """
 
 
-def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
+def run_two_processes(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
     """Run CHILD and `code` in two processes on two devices. One log has the calls of both."""
     path = folder / "child.py"
     path.write_text(CHILD + code)
@@ -112,7 +112,7 @@ def block_copies(run: Any, kind: str, rank: int) -> list[Any]:
 def slice_sizes(size: int) -> tuple[int, int]:
     """How many of `size` bytes the slices of rank 0 and rank 1 hold.
 
-    The slice of rank 0 has a multiple of 256 bytes, or all bytes.
+    The slice of rank 0 has half of `size`, rounded up to a multiple of 256, but at most `size`.
     """
     first = min(size, -(-size // 512) * 256)
     return first, size - first
@@ -122,7 +122,7 @@ def slice_sizes(size: int) -> tuple[int, int]:
 def test_each_process_copies_slices_from_both_devices(
     cuda: Any, tmp_path: Path, quantize: str | None
 ) -> None:
-    run = together(
+    run = run_two_processes(
         cuda,
         tmp_path,
         f"""
@@ -155,7 +155,7 @@ mark("end")
 
 
 def test_a_graph_has_the_copies_of_its_step(cuda: Any, tmp_path: Path) -> None:
-    run = together(
+    run = run_two_processes(
         cuda,
         tmp_path,
         """
@@ -180,13 +180,13 @@ mark("end")
 def test_saving_reads_both_slices_and_dropping_the_model_frees_all_memory(
     cuda: Any, tmp_path: Path
 ) -> None:
-    run = together(
+    run = run_two_processes(
         cuda,
         tmp_path,
         """
 before = tc.cuda.memory_stats(device)["allocated"]
 model = load(peers=True)
-kept = tc.cuda.memory_stats(device)["allocated"] - before
+model_bytes = tc.cuda.memory_stats(device)["allocated"] - before
 saved = os.path.join(os.path.dirname(__file__), str(group.rank))
 model.save_pretrained(saved)
 file = "diffusion_pytorch_model.safetensors"
@@ -201,7 +201,7 @@ for name in streamed:
     rounded = values.to("bf16").to("f32").numpy()
     assert (found[name].to("f32").numpy() == rounded).all(), name
 facts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
-print(kept, sum(facts.streamed_bytes("bf16", stream_blocks=COUNT, stream_modulation=True)))
+print(model_bytes, sum(facts.streamed_bytes("bf16", stream_blocks=COUNT, stream_modulation=True)))
 mark("dropped")
 del model
 gc.collect()
@@ -220,16 +220,16 @@ mark("end")
     assert len(run.after("dropped").of("free")) == 4
     exported = sum(int(call["bytes"]) for call in run.of("ipc-export"))
     for line in filter(None, run.output.splitlines()):
-        kept, streamed = map(int, line.split())
+        model_bytes, streamed = map(int, line.split())
         # Each device has half of the streamed weights, and all weights that are not streamed. A
         # slice may be longer than the weights in it, but not shorter.
-        assert kept >= exported / 2 >= streamed / 2
+        assert model_bytes >= exported / 2 >= streamed / 2
 
 
 def test_the_errors_of_devices_that_cannot_read_each_other_name_a_cure(
     cuda: Any, tmp_path: Path
 ) -> None:
-    run = together(
+    run = run_two_processes(
         cuda,
         tmp_path,
         """
@@ -255,8 +255,8 @@ for work in (lambda: slowest_link(group, device), lambda: load(peers=True)):
 
 
 @pytest.mark.parametrize("link", ["nvlink", "bus"])
-def test_the_driver_tells_how_devices_reach_each_other(
+def test_the_slowest_link_is_the_one_that_the_driver_reports(
     cuda: Any, tmp_path: Path, link: str
 ) -> None:
-    run = together(cuda, tmp_path, "print(slowest_link(group, device))\n", PEERS=link)
+    run = run_two_processes(cuda, tmp_path, "print(slowest_link(group, device))\n", PEERS=link)
     assert run.output.split() == [link, link]
