@@ -2,7 +2,8 @@
 //!
 //! The safetensors crate writes text entries in random order and needs the bytes of all tensors in memory. This module
 //! writes equal files for equal contents, and computes and writes one tensor at a time. A file consists of the header's
-//! length in eight bytes, a JSON header with the tensors' offsets, and the data (<https://github.com/huggingface/safetensors#format>).
+//! length in eight bytes, a JSON header with the tensors' offsets, and the data
+//! (<https://github.com/huggingface/safetensors#format>).
 
 use std::collections::BTreeMap;
 use std::io::Write;

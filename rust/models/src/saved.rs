@@ -1,10 +1,10 @@
 //! Estimates how many values the tape keeps of a forward pass, from a model's layers alone. Each block counts its own
 //! values in a function next to its forward pass.
 //!
-//! The tape keeps nothing for a frozen layer. For an adapter, it keeps what the adapter's kind says ([`SavedByAdapter`]), such as
-//! the input of the layer and the result of the first factor. For a norm, an attention, an elementwise product or an
-//! activation, it keeps what the backward pass reads, if a gradient passes through the operation. A forward pass over
-//! zeros that take no memory would give the same count, but would take seconds for SDXL.
+//! The tape keeps nothing for a frozen layer. For an adapter, it keeps what the adapter's kind says
+//! ([`SavedByAdapter`]), such as the input of the layer and the result of the first factor. For a norm, an attention,
+//! an elementwise product or an activation, it keeps what the backward pass reads, if a gradient passes through the
+//! operation. A forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
 
 use std::collections::HashMap;
 

@@ -169,8 +169,8 @@ impl WeightFiles {
     /// Read a four-bit weight to the CPU without dequantizing it.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing or does not have the
-    /// size or the dtype that the weight's shape requires, or the file's values of the codes are not those of NF4.
+    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing or does not have
+    /// the size or the dtype that the weight's shape requires, or the file's values of the codes are not those of NF4.
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {

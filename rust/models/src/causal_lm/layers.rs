@@ -92,9 +92,9 @@ impl DecoderLayer {
         self.finish(x, &mixed)
     }
 
-    /// As [`forward`](Self::forward), for one text that is followed by padding. The first `text_tokens` of the N rows are the
-    /// text's tokens, 0 < text_tokens < N, and the other rows are padding tokens. `cu_seqlens` is [0, text_tokens]. Each padding
-    /// token attends to all tokens of the text, but to no padding token.
+    /// As [`forward`](Self::forward), for one text that is followed by padding. The first `text_tokens` of the N rows
+    /// are the text's tokens, 0 < text_tokens < N, and the other rows are padding tokens. `cu_seqlens` is [0,
+    /// text_tokens]. Each padding token attends to all tokens of the text, but to no padding token.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,

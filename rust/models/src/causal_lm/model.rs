@@ -210,8 +210,8 @@ impl CausalLM {
         })
     }
 
-    /// As [`states`](Self::states), for one text. The first `text_tokens` tokens of `input_ids (N)` are the text, and the
-    /// other tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in
+    /// As [`states`](Self::states), for one text. The first `text_tokens` tokens of `input_ids (N)` are the text, and
+    /// the other tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in
     /// transformers with an attention mask.
     ///
     /// # Errors

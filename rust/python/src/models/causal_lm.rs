@@ -385,8 +385,8 @@ impl CausalLM {
     ///
     /// Args:
     ///     input_ids: token ids, (N,), i64 or u32.
-    ///     text_tokens: the number of tokens of the text, 1 to N. The first `text_tokens` tokens of `input_ids` are the text; all
-    ///         later tokens are padding.
+    ///     text_tokens: the number of tokens of the text, 1 to N. The first `text_tokens` tokens of `input_ids` are the
+    ///         text; all later tokens are padding.
     ///     layers: the numbers of the states to return, as in `hidden_states`.
     ///
     /// Returns:
@@ -395,8 +395,8 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if `text_tokens` is not from 1 to N, or if a number in `layers` is negative or exceeds the number
-    ///         of layers that were loaded.
+    ///     ArgumentError: if `text_tokens` is not from 1 to N, or if a number in `layers` is negative or exceeds the
+    ///         number of layers that were loaded.
     fn padded_states(
         &self,
         py: Python<'_>,

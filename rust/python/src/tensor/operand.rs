@@ -115,8 +115,8 @@ impl Number {
     /// A tensor without dimensions that has this value.
     ///
     /// # Errors
-    /// [`tc::Error::DType`] if `dtype` is an integer dtype and the number a float, [`tc::Error::Argument`] if the number is
-    /// an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating point.
+    /// [`tc::Error::DType`] if `dtype` is an integer dtype and the number a float, [`tc::Error::Argument`] if the
+    /// number is an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating point.
     pub fn to_tensor(self, op: &'static str, dtype: tc::DType, device: &tc::Device) -> tc::Result<tc::Tensor> {
         if tc::raw::is_float(dtype) {
             return tc::Tensor::full(self.float(op)?, (), dtype, device);
@@ -139,8 +139,8 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// Call `apply` with the operand as a tensor. A number gets the dtype and the device of `other`. `op` is the name of the
-    /// operation for error messages.
+    /// Call `apply` with the operand as a tensor. A number gets the dtype and the device of `other`. `op` is the name
+    /// of the operation for error messages.
     pub fn with<T>(
         &self,
         op: &'static str,
@@ -181,8 +181,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
         type_hint_identifier!("builtins", "int")
     );
 
-    /// Any object that is no tensor, number or array is an error. Python then tries the operator of that object, and raises
-    /// a `TypeError` if that operator fails too.
+    /// Any object that is no tensor, number or array is an error. Python then tries the operator of that object, and
+    /// raises a `TypeError` if that operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         // The most frequent types come first; the second check for a tensor finds its subclass, `Var`.

@@ -45,8 +45,8 @@ pub fn for_quotient<T>(
     })
 }
 
-/// The dtype to which both tensors are promoted. If only one of them has dimensions, the tensor without dimensions affects
-/// this dtype only if it is floating point and the tensor with dimensions is not.
+/// The dtype to which both tensors are promoted. If only one of them has dimensions, the tensor without dimensions
+/// affects this dtype only if it is floating point and the tensor with dimensions is not.
 fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
     let is_float = |tensor: &tc::Tensor| tc::raw::is_float(tensor.dtype());
     match (is_float(a), is_float(b)) {

@@ -15,11 +15,12 @@ impl Tensor {
     /// contiguous, and a copy otherwise.
     ///
     /// Args:
-    ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
+    ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of
+    ///         elements.
     ///
     /// Raises:
-    ///     ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other than
-    ///         one -1.
+    ///     ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other
+    ///         than one -1.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
@@ -173,8 +174,8 @@ impl Tensor {
     /// Split the tensor along `dim` into views.
     ///
     /// Args:
-    ///     split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with the
-    ///         size of each view.
+    ///     split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with
+    ///         the size of each view.
     ///     dim: the dimension.
     ///
     /// Raises:

@@ -98,8 +98,8 @@ impl Source {
         let count = self.dims.iter().product();
         let mut values = Vec::with_capacity(count);
         if count > 0 && self.is_contiguous() && !self.swapped {
-            // SAFETY: the array is contiguous, so `count` elements of N bytes follow one another from `data`. Byte arrays need
-            // no alignment.
+            // SAFETY: the array is contiguous, so `count` elements of N bytes follow one another from `data`. Byte
+            // arrays need no alignment.
             let elements = unsafe { std::slice::from_raw_parts(self.data.cast::<[u8; N]>(), count) };
             values.extend(elements.iter().map(|&bytes| decode(bytes)));
         } else if count > 0 {

@@ -72,15 +72,15 @@ impl NoisedLatents {
 ///     min_timestep: the first timestep that may be drawn.
 ///     max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
 ///         schedule.
-///     min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
-///         min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
-///         SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
+///     min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is min(SNR,
+///         gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities. SNR is
+///         the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
 ///     noise_offset: the standard deviation of additional noise that has one value for each channel of each example. 0
 ///         adds none; up to about 0.1 is usual.
-///     multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
-///         the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
-///         added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
-///         levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
+///     multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal
+///         noise of the size of the latents. Each further level has a lower resolution and is enlarged to that size.
+///         All levels are added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over
+///         the example. 0 adds no levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
 ///     multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
 ///         above 0 and below 1.
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
@@ -93,8 +93,8 @@ impl NoisedLatents {
 ///     device: the device of the latents.
 ///
 /// Raises:
-///     ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
-///         pure noise may be drawn.
+///     ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep
+///         of pure noise may be drawn.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct DiffusionObjective(objective::DiffusionObjective);

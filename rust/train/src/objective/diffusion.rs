@@ -101,7 +101,8 @@ impl Default for DiffusionConfig {
 pub struct NoisedLatents {
     /// √ᾱ · latents + √(1 - ᾱ) · noise, in the shape and dtype of the latents.
     pub sample: Tensor,
-    /// The timestep of each example: (B,), i64, or the dtype of the timesteps given to [`DiffusionObjective::noise_at`].
+    /// The timestep of each example: (B,), i64, or the dtype of the timesteps given to
+    /// [`DiffusionObjective::noise_at`].
     pub timesteps: Tensor,
     /// The target of the model's prediction, in the shape of the latents, f32.
     pub target: Tensor,
