@@ -43,20 +43,20 @@ def test_fake_quantized_values_and_gradients_are_those_of_the_cpu(
 ) -> None:
     tc.manual_seed(0)
     weight, upstream = (tc.randn((66, 416)) * 0.02).to(dtype), tc.randn((66, 416)).to(dtype)
-    found = []
+    by_device = []
     for device in ("cpu", gpu):
         x = tc.Var(weight.to(device))
         y = F.fake_quantize(x, format)
         (y * upstream.to(device)).sum().backward()
-        found.append([t.to("cpu").to("f64").numpy() for t in (y.detach(), x.grad)])
-    for ours, expected in zip(found[1], found[0], strict=True):
-        np.testing.assert_array_equal(ours, expected)
+        by_device.append([t.to("cpu").to("f64").numpy() for t in (y.detach(), x.grad)])
+    for expected, found in zip(*by_device, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_gradients_of_quantization_aware_training_are_near_those_of_the_cpu(gpu: str) -> None:
     path = GOLDEN / "flux" / "transformer"
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
-    found = []
+    by_device = []
     for device in ("cpu", gpu):
         model = FluxTransformer.from_pretrained(path, dtype="f32", device=device)
         tc.manual_seed(0)
@@ -65,9 +65,9 @@ def test_gradients_of_quantization_aware_training_are_near_those_of_the_cpu(gpu:
         names = (*inputs, "img_ids", "txt_ids", "guidance")
         y = model(**{name: case[name].to(device) for name in names})
         F.mse_loss(y, tc.ones(y.shape, device=device)).backward()
-        found.append([v.grad.to("cpu").numpy() for v in adapter.parameters()])
-    for ours, expected in zip(found[1], found[0], strict=True):
-        assert np.linalg.norm(ours - expected) <= 1e-2 * np.linalg.norm(expected)
+        by_device.append([v.grad.to("cpu").numpy() for v in adapter.parameters()])
+    for expected, found in zip(*by_device, strict=True):
+        assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
@@ -98,6 +98,7 @@ def test_blocks_of_ggml_have_the_values_of_the_cpu(
     for dtype in ("f32", "bf16", "f64"):
         expected = matrix.dequantize(dtype).to("f64").numpy()
         found = moved.dequantize(dtype).to("cpu").to("f64").numpy()
+        # Compare bits, which also distinguishes -0 from 0.
         np.testing.assert_array_equal(found.view(np.uint64), expected.view(np.uint64), dtype)
 
 
@@ -135,7 +136,8 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
         (77, 3072, 48),
         (333, 48, 1936),
         (1030, 640, 1280),
-        # Tiles of 128 x 80 results fill the 132 multiprocessors of an H100 or H200 once and twice.
+        # An H100 or H200 has 132 multiprocessors, each of which computes one tile of 128 x 80
+        # results at a time. These shapes have 128 and 256 tiles: one round and two rounds.
         (1000, 1936, 1280),
         (4000, 1280, 640),
     ],
@@ -217,7 +219,7 @@ def test_a_feed_forward_network_of_codes_equals_separate_operations(
 def test_losses_of_a_transformer_are_near_those_of_the_cpu(
     gpu: str, format: str, policy: str
 ) -> None:
-    """Both the losses of eager steps and those of captured steps are."""
+    """The losses of eager steps and of captured steps are compared with those of the CPU."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")

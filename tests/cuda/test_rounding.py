@@ -60,12 +60,12 @@ def test_a_step_is_one_launch_without_master_values(
     count = 6 * 64 * 8  # elements of all variables
     # Each moment of an element is in bf16, also with AdamW8bit if the variables are small. Other
     # 8-bit states have a code of 1 byte for each element, and an f32 scale for each 256 elements.
-    sizes = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
-    size = next((n for start, n in sizes.items() if optimizer.startswith(start)), None)
+    element_bytes = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
+    matching = [n for prefix, n in element_bytes.items() if optimizer.startswith(prefix)]
     eight_bit_bytes = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)
     code = TRAIN.replace("OPTIMIZER", optimizer.replace("ROUNDED", "stochastic_rounding=True"))
     code = code.replace("CAPTURE", "tc.cuda.capture(train, [x])" if capture else "train")
-    state_bytes = eight_bit_bytes if size is None else size * count
+    state_bytes = matching[0] * count if matching else eight_bit_bytes
     run = cuda.run(code.replace("BYTES", str(state_bytes)))
     assert run.of("refused") == []
     step = run.after("step-3")
@@ -73,6 +73,8 @@ def test_a_step_is_one_launch_without_master_values(
     assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
     launches = Counter(step.launches)
     if capture:
+        # The update is in the graph. Outside of the graph, one launch for each group of parameters
+        # sets the new learning rate.
         assert launches["optim_configure"] == (2 if "params" in optimizer else 1)
     else:
         for kernel, times in KERNELS[optimizer].items():
@@ -81,7 +83,8 @@ def test_a_step_is_one_launch_without_master_values(
         assert not any("_f32" in name for name in launches), launches
 
 
-ROUNDING = ("AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD")
+# The optimizers that can round stochastically.
+OPTIMIZERS = ("AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD")
 
 
 def train_adapter(
@@ -93,7 +96,7 @@ def train_adapter(
     """
     rng = np.random.default_rng(0)
     weight = tc.tensor(rng.standard_normal((96, 64)) / 8, dtype="bf16", device=device)
-    starts = [rng.standard_normal(shape) / 8 for shape in ((8, 64), (96, 8))]
+    initial_values = [rng.standard_normal(shape) / 8 for shape in ((8, 64), (96, 8))]
     options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     if "8bit" in kind:
         options["min_8bit_size"] = 513  # only the second variable has 8-bit states
@@ -115,7 +118,7 @@ def train_adapter(
         return parameters, optimizer, tc.cuda.capture(train, [first]) if captured else train
 
     tc.manual_seed(7)
-    parameters, optimizer, step = make_training(starts)
+    parameters, optimizer, step = make_training(initial_values)
     for number, batch in enumerate(batches):
         if number == 5:
             states = optimizer.state_dict()
@@ -136,7 +139,7 @@ def train_adapter(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_captured_steps_have_the_bits_of_eager_ones_after_resuming_too(kind: str) -> None:
     (eager, eager_states), (captured, captured_states) = (
         train_adapter("cuda", kind, captured=captured) for captured in (False, True)
@@ -149,7 +152,7 @@ def test_captured_steps_have_the_bits_of_eager_ones_after_resuming_too(kind: str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_on_given_gradients_have_the_bits_of_the_cpu(kind: str) -> None:
     shapes = [(5, 7), (300,), (4099,), (1,), (64, 65)]
     results = []
@@ -163,10 +166,10 @@ def test_steps_on_given_gradients_have_the_bits_of_the_cpu(kind: str) -> None:
         groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
         optimizer = getattr(tc.optim, kind)(groups, lr=1e-3, stochastic_rounding=True)
         for number in range(4):
-            for place, var in enumerate(parameters):
+            for index, var in enumerate(parameters):
                 gradient = tc.tensor(rng.standard_normal(var.shape), dtype="bf16", device=device)
                 # Variable 1 has a gradient only in every other step.
-                if place != 1 or number % 2:
+                if index != 1 or number % 2:
                     var.grad = gradient
             optimizer.step()
             optimizer.zero_grad()

@@ -127,8 +127,8 @@ def test_a_save_copies_each_value_once(
     # A value that is bf16 in the file is copied as f32.
     widening = 2 if dtype else 1
     assert parameter_bytes == sum(file.values()) * widening
-    norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
-    norm_bytes = norms * widening
+    norm_file_bytes = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
+    norm_bytes = norm_file_bytes * widening
     assert copied_bytes(run.after("adapter")) - parameter_bytes in {0, norm_bytes}
     average_bytes = sum(size for n, size in written("average").items() if n != "updates")
     assert copied_bytes(run.after("average")) == average_bytes

@@ -13,12 +13,12 @@ START = """
     driver = ctypes.CDLL("libcuda.so.1")
     folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
     blas = ctypes.CDLL(f"{folder}/nvidia/cu13/lib/libcublas.so.13")
-    pointer, size, none = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong(0)
+    pointer, size, no_flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong(0)
 
     def call(name, *arguments, library=driver):
         return getattr(library, name)(*arguments)
 
-    def made(name, *arguments, library=driver):
+    def create(name, *arguments, library=driver):
         value = pointer()
         assert call(name, ctypes.byref(value), *arguments, library=library) == 0, name
         return value
@@ -26,20 +26,20 @@ START = """
     assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 3
     assert call("cuInit", 0) == 0
     assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 201
-    context = made("cuDevicePrimaryCtxRetain", 0)
+    context = create("cuDevicePrimaryCtxRetain", 0)
     call("cuCtxSetCurrent", context)
-    stream = made("cuStreamCreate", 1)
-    memory = made("cuMemAlloc_v2", size(1 << 20))
+    stream = create("cuStreamCreate", 1)
+    memory = create("cuMemAlloc_v2", size(1 << 20))
     address = memory.value
     pageable = ctypes.create_string_buffer(64)
-    pinned = made("cuMemHostAlloc", size(64), 0)
+    pinned = create("cuMemHostAlloc", size(64), 0)
     GLOBAL, LOCAL, RELAXED = 0, 1, 2  # modes of a capture
 
     def fill(start, count):
         return call("cuMemsetD8Async", pointer(start), ctypes.c_ubyte(7), size(count), stream)
 
     # Capture a fill and then `work`, which must return the status `expected`.
-    def captured(mode, work, expected):
+    def capture(mode, work, expected):
         assert call("cuStreamBeginCapture_v2", stream, mode) == 0
         assert fill(address, 64) == 0
         found = work()
@@ -72,18 +72,18 @@ def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     def allocate():
         return call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16))
 
-    captured(GLOBAL, lambda: fill(address, 1), 0)
-    captured(GLOBAL, lambda: call("cuStreamSynchronize", stream), 900)
-    captured(RELAXED, lambda: call("cuStreamSynchronize", stream), 900)
-    captured(RELAXED, lambda: call("cuCtxSynchronize"), 900)
-    captured(RELAXED, copy(pageable), 900)
-    captured(RELAXED, copy(pinned), 0)
-    captured(GLOBAL, allocate, 900)
-    captured(LOCAL, allocate, 900)
-    captured(RELAXED, allocate, 0)
+    capture(GLOBAL, lambda: fill(address, 1), 0)
+    capture(GLOBAL, lambda: call("cuStreamSynchronize", stream), 900)
+    capture(RELAXED, lambda: call("cuStreamSynchronize", stream), 900)
+    capture(RELAXED, lambda: call("cuCtxSynchronize"), 900)
+    capture(RELAXED, copy(pageable), 900)
+    capture(RELAXED, copy(pinned), 0)
+    capture(GLOBAL, allocate, 900)
+    capture(LOCAL, allocate, 900)
+    capture(RELAXED, allocate, 0)
     # A captured fill writes at each launch of the graph, not during the capture.
-    graph = captured(GLOBAL, lambda: fill(address, 64), 0)
-    executable = made("cuGraphInstantiateWithFlags", graph, none)
+    graph = capture(GLOBAL, lambda: fill(address, 64), 0)
+    executable = create("cuGraphInstantiateWithFlags", graph, no_flags)
     call("cuMemsetD8Async", memory, ctypes.c_ubyte(0), size(64), stream)
     copy(pageable)()
     assert pageable.raw == bytes(64)
@@ -91,7 +91,7 @@ def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     copy(pageable)()
     assert pageable.raw == bytes([7] * 64)
     """)  # fmt: skip
-    # `captured` and its `work` made one fill each.
+    # The graph has two fills: one by `capture` and one by its `work`.
     assert [call["fills"] for call in run.of("replay")] == ["2"]
     assert run.waits != []  # the copies to pageable memory
 
@@ -109,13 +109,14 @@ def test_accesses_outside_of_mapped_memory_are_rejected(cuda: Any) -> None:
         _fields_ = [("location", Location), ("flags", ctypes.c_int)]
 
     chunk = 2 << 20
-    start = made("cuMemAddressReserve", size(4 * chunk), size(0), pointer(), none).value
-    handle = made("cuMemCreate", size(chunk), ctypes.byref(Properties(1, 0, Location(1, 0))),
-                  none)
+    device_0 = Location(1, 0)  # the type 1 is a device
+    start = create("cuMemAddressReserve", size(4 * chunk), size(0), pointer(), no_flags).value
+    handle = create("cuMemCreate", size(chunk), ctypes.byref(Properties(1, 0, device_0)),
+                    no_flags)
     assert fill(start, 1) == 1  # nothing is mapped
-    assert call("cuMemMap", pointer(start), size(chunk), size(0), handle, none) == 0
+    assert call("cuMemMap", pointer(start), size(chunk), size(0), handle, no_flags) == 0
     assert fill(start, 1) == 1  # mapped, but not accessible yet
-    access = Access(Location(1, 0), 3)
+    access = Access(device_0, 3)  # reading and writing
     assert call("cuMemSetAccess", pointer(start), size(chunk), ctypes.byref(access), size(1)) == 0
     assert fill(start, chunk) == 0
     assert fill(start, chunk + 1) == 1
@@ -129,7 +130,7 @@ def test_accesses_outside_of_mapped_memory_are_rejected(cuda: Any) -> None:
 
 def test_products_with_wrong_sizes_are_rejected(cuda: Any) -> None:
     run = cuda.run(START + """
-    handle = made("cublasCreate_v2", library=blas)
+    handle = create("cublasCreate_v2", library=blas)
     call("cublasSetStream_v2", handle, stream, library=blas)
     one, F32 = ctypes.c_float(1), 0
 

@@ -158,6 +158,7 @@ def test_host_memory_is_freed_with_the_model_and_its_graphs(cuda: Any) -> None:
     """
     )
     freed = run.after("dropped").of("free-pinned")
+    # Each block has its modulation in one allocation, and its other weights in another.
     assert len(freed) == 2 * COUNT
     assert run.of("refused") == []
 
@@ -270,6 +271,8 @@ TOGETHER = """
 
     barrier, messages = threading.Barrier(2), [b"", b""]
 
+    # Each rank calls its function at the same time as the other rank, and gets both messages. Some
+    # tests exchange empty messages, only to wait for the other rank.
     def exchange_of(rank):
         def exchange(message):
             messages[rank] = message

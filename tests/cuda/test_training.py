@@ -213,6 +213,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
             x = (x @ x).sigmoid()
     # Each of the 150 products and each of the 150 sigmoids is one launch.
     assert profile.launches == 300, profile
+    # A line of totals, and one for each of the two kernels.
     assert len(str(profile).splitlines()) == 3
     assert {k.count for k in profile.kernels} == {150}
     products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
