@@ -16,8 +16,8 @@ def buckets(**settings: Any) -> Buckets:
 
 
 def test_buckets_include_sizes_that_sdxl_was_trained_on() -> None:
-    # Sizes (height, width) from the table in the SDXL report (arXiv 2307.01952, appendix I). Their
-    # transposes follow below.
+    # Sizes (height, width) from the table in the SDXL report (arXiv 2307.01952, appendix I). The
+    # assertion adds the transposed sizes.
     listed = [
         (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
         (640, 1600), (640, 1536), (704, 1472), (704, 1408), (768, 1344), (832, 1216),

@@ -1,4 +1,4 @@
-"""Colour augmentation: how pixels change, which keep their colours, and how changes are drawn."""
+"""Colour augmentation: how pixels change, which pixels stay white, how changes are drawn."""
 
 import colorsys
 from collections import Counter

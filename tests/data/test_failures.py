@@ -112,7 +112,7 @@ def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path
     cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     _, hard_limit = limits
-    # No file may have the size of an entry.
+    # This limit of the size of files, in bytes, is below the size of an entry.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard_limit))
     try:
         with pytest.raises(FileError, match="the cache cannot be written: File too large"):

@@ -99,6 +99,9 @@ def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Pa
     assert encoder.calls == []
 
 
+# `made` is the number of new entries; None means that the test computes it. Of the four images,
+# three are square, and their crop is the same without bucketing. Each image is in four variants of
+# colours.
 @pytest.mark.parametrize(
     ("settings", "identity", "made"),
     [
@@ -250,15 +253,16 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
         f" folder=__import__('pathlib').Path({str(tmp_path / 'c')!r})).fill()\n"
     )
     # Each run is killed after it has begun to encode this many images.
-    for wanted in (1, 7, 8):
+    begun_counts = (1, 7, 8)
+    for begun in begun_counts:
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
             assert run.stdout is not None
-            for _ in range(wanted):
+            for _ in range(begun):
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
     # A killed run lacks only the entries that it was encoding, had queued, or was writing.
-    assert sum(max(0, wanted - 2 - kept.PENDING) for wanted in (1, 7, 8)) <= len(entries) < 60
+    assert sum(max(0, n - 2 - kept.PENDING) for n in begun_counts) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
     old = next((tmp_path / "c").glob("latents-*")) / "x.safetensors.1.partial"
@@ -384,7 +388,8 @@ def test_entries_beyond_the_memory_limits_are_read_from_disk_each_time(
     pictures("a", *SIZES)
     data = load(tmp_path / "a")
     # An entry has at most 8 * 8 * 3 values of 4 bytes and 2 values of 2 bytes, 772 bytes in all.
-    # The device has room for one entry, and the host for a second one.
+    # The limit of the device has room for one entry. The limit of all memory, on the device and the
+    # host together, has room for two.
     monkeypatch.setattr(kept, "DEVICE_LIMIT", 800)
     monkeypatch.setattr(kept, "MEMORY_LIMIT", 1600)
     cache, _ = make_cache(data, tmp_path / "c")

@@ -85,7 +85,7 @@ def test_memory_does_not_grow_with_the_number_of_images(
     tmp_path: Path, count: int, batch_size: int
 ) -> None:
     data, encoded, written = Generated(count), [0], [0]
-    # For each call of the encoder: how many images were encoded, or are now, but are not written.
+    # For each call of the encoder: how many of the images that it has got so far are not written.
     unwritten = []
     write = FeatureStore.write
 

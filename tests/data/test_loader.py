@@ -16,12 +16,12 @@ from trainable_candle.loader import (
     random_split,
 )
 
-# Ten items: a number, and a row of two numbers.
+# Ten items; each has a number and a row of two numbers.
 ROWS = TensorDataset(tc.arange(10), tc.arange(20).reshape(10, 2))
 
 
 def numbers(loader: DataLoader) -> list[list[int]]:
-    """Return the first numbers of the items of each batch."""
+    """Return the first tensor of each batch, which has the numbers of its items."""
     return [batch[0].tolist() for batch in loader]
 
 
@@ -155,6 +155,7 @@ def test_errors_of_iterables_reach_the_caller() -> None:
 
 def test_worker_init_fn_gets_the_number_of_its_worker() -> None:
     called: list[int] = []
+    # The loader accepts these options of torch's loader, but ignores them.
     options: Any = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": None}
     loader = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=called.append, **options)
     assert len(numbers(loader)) == 5

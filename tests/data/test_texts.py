@@ -150,7 +150,7 @@ def test_lines_give_the_same_tokens_together_in_twos_and_alone(
     said = [{"role": "assistant", "content": "no"}]
     pair_of_messages = {"prompt": asked, "chosen": GOOD["messages"][1:], "rejected": said}
     texts = [{"prompt": f"say {n}:", "completion": f" {n} ü" * n} for n in range(1, 6)]
-    for name, rows, given in (
+    for name, rows, options in (
         ("a", [GOOD, "{", GOOD, {"messages": [*GOOD["messages"] * 3]}, "[1]"], {}),
         ("b", texts, {}),
         (
@@ -160,14 +160,18 @@ def test_lines_give_the_same_tokens_together_in_twos_and_alone(
         ),
     ):
         path = write_lines(tmp_path / f"{name}.jsonl", *rows)
-        together = load(path, tokenizer, skip_bad=True, **given)
+        together = load(path, tokenizer, skip_bad=True, **options)
+        # `AT_ONCE` is the number of lines that are tokenized together.
         with monkeypatch.context() as patch:
             patch.setattr("trainable_candle.data.chats.dataset.AT_ONCE", 2)
-            in_twos = load(path, tokenizer, skip_bad=True, **given)
+            in_twos = load(path, tokenizer, skip_bad=True, **options)
         assert in_twos.listing() == together.listing()
         assert in_twos.counts == together.counts
-        alone = [load(write_lines(tmp_path / "one.jsonl", row), tokenizer, **given) for row in rows
-                 if row not in ("{", "[1]")]  # fmt: skip
+        alone = [
+            load(write_lines(tmp_path / "one.jsonl", row), tokenizer, **options)
+            for row in rows
+            if row not in ("{", "[1]")
+        ]
         assert ids(together) == [example for dataset in alone for example in ids(dataset)]
 
 
@@ -216,7 +220,7 @@ def test_a_file_without_examples_is_rejected(tmp_path: Path, tokenizer: ChatToke
 
 
 def example(length: int, first_id: int) -> Tokens:
-    """Return an example with consecutive ids. The first and then every third are not learnt."""
+    """Return an example with consecutive ids. Tokens 0, 3, 6, ... of the example are not learnt."""
     token_ids = np.arange(first_id, first_id + length)
     learnt = np.arange(length) % 3 > 0
     return Tokens(token_ids, learnt, (), 1)
@@ -259,15 +263,16 @@ def test_every_epoch_has_every_example_once_in_an_order_that_follows_from_the_se
 @pytest.mark.parametrize("shapes", [1, 4])
 def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: int) -> None:
     packer = PackedRows(EXAMPLES, 16, 2, seed=1, shapes=shapes)
-    unit = 2 * 16 // shapes
+    # The lengths of batches are multiples of this many tokens.
+    length_step = 2 * 16 // shapes
     found_shapes = set()
     for number in range(packer.rows):
         batch = packer.batch(number)
         found_shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
         bounds = batch.cu_seqlens.tolist()
         assert bounds[0] == 0
-        assert len(batch.input_ids) % unit == 0
-        assert 0 <= len(batch.input_ids) - bounds[-1] < unit
+        assert len(batch.input_ids) % length_step == 0
+        assert 0 <= len(batch.input_ids) - bounds[-1] < length_step
         padding = slice(bounds[-1], None)
         assert (batch.targets[padding] == IGNORED).all()
         assert not batch.positions[padding].any()

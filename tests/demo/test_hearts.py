@@ -116,6 +116,7 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     name = {hearts: "sdxl", language: "causal-lm", digits_demo: "digits"}[demo]
     task = load(name, None, "f32", "cpu")
     monkeypatch.setattr(demo, "train_adapter", interrupted_training)
+    # Save time: before training, ask the language model nothing, and draw only one digit.
     monkeypatch.setattr(language, "Answers", lambda *_: None)
     monkeypatch.setattr(digits_demo, "SAMPLES", 1)
     for _ in range(2):

@@ -45,6 +45,7 @@ def test_the_run_writes_its_verdict_configuration_images_and_data(demo: DemoResu
             assert min(image.size) > 300
     pictures = check_folder(demo.output / "dataset")
     assert {picture.caption for picture in pictures} == {"a handwritten 0"}
+    # The data has 178 images of the digit 0; the split holds out 30 % of them.
     assert len(pictures) == 125
 
 
