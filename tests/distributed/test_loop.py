@@ -68,8 +68,9 @@ print(json.dumps({"total": float(total), "parameters": values()}))
 tc.distributed.close()
 """
 
-# The batches have different weights. The trainer gives the loss each batch's share of all weights;
-# here the share cancels.
+# The batches have different weights, by which the trainer multiplies their losses. The trainer also
+# passes the weight, times a common factor, to the loss as `share`. The loss reads `share`, but does
+# not depend on it.
 TRAINER = """
 group = make_group(from_environment(), "cpu", {})
 seen = []

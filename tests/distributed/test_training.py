@@ -199,6 +199,7 @@ def test_processes_on_two_machines_train_together(
     outputs = [launcher.communicate(timeout=120) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert "6 steps of 8 images (4 batches of 2 on 4 devices)" in outputs[0][0]
+    # Each machine has two ranks. The first one prints to the terminal, so it has no log.
     assert sorted(path.name for path in (output / "logs").iterdir()) == ["rank-1.log", "rank-3.log"]
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
 

@@ -87,6 +87,7 @@ def test_a_folder_for_peft_loads_with_the_same_logits(
     folder = exported(weights, tmp_path / "a.safetensors", "peft")
     np.testing.assert_allclose(adapted_scores(weights, folder), expected, atol=2e-5)
     config = json.loads((folder / "adapter_config.json").read_text())
+    # The exported factors include the scale, so alpha / r is 1.
     assert config["r"] == config["lora_alpha"] == settings.get("r", 3)
     assert config["target_modules"] == ["down_proj", "k_proj", "q_proj"]
     assert config["base_model_name_or_path"] == str(weights)
@@ -127,11 +128,11 @@ def test_layers_of_different_ranks_are_exported_with_one_rank(tmp_path: Path) ->
     folder = tmp_path / "mixed"
     folder.mkdir()
     tensors = tc.load_file(tmp_path / "a.safetensors")
-    kept = {key: value for key, value in tensors.items() if "q_proj" in key}
+    factors = {key: value for key, value in tensors.items() if "q_proj" in key}
     first = "base_model.model.model.layers.0.self_attn.q_proj"
-    kept[f"{first}.lora_A.weight"] = kept[f"{first}.lora_A.weight"][:2]
-    kept[f"{first}.lora_B.weight"] = kept[f"{first}.lora_B.weight"][:, :2].contiguous()
-    tc.save_file(kept, folder / "adapter_model.safetensors")
+    factors[f"{first}.lora_A.weight"] = factors[f"{first}.lora_A.weight"][:2]
+    factors[f"{first}.lora_B.weight"] = factors[f"{first}.lora_B.weight"][:, :2].contiguous()
+    tc.save_file(factors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))
     expected = adapted_scores(weights, folder)
     output = exported(weights, folder, "vllm")
@@ -400,6 +401,7 @@ def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content
 def test_a_yarn_model_may_lack_its_maximum_context() -> None:
     config = json.loads((GOLDEN / "llm" / "llama" / "config.json").read_text())
     del config["max_position_embeddings"]
+    # Without both fields, the original context is the default of transformers' `LlamaConfig`, 2048.
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     for rope, length in ((scaling, 8), ({"rope_type": "yarn", "factor": 4.0}, 2048)):
         facts = model_facts(config | {"rope_scaling": rope, "rope_parameters": None})

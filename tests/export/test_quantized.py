@@ -62,7 +62,10 @@ def test_a_folder_loaded_in_its_own_format_is_not_rounded_again(
     tmp_path: Path,
     to: str,
 ) -> None:
-    """The logits are those of a folder with the dequantized weights, which are rounded once."""
+    """The logits equal those of a model that rounds the dequantized weights of the same folder.
+
+    Rounding the dequantized weights gives their codes again.
+    """
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
     values = CausalLM.from_pretrained(tmp_path / to, dtype="f32").named_tensors()
@@ -72,11 +75,11 @@ def test_a_folder_loaded_in_its_own_format_is_not_rounded_again(
     (dequantized / "config.json").write_text(json.dumps(config))
     tc.save_file(values, dequantized / "model.safetensors")
     # In both models, `quantize` also rounds the embedding and the head to int8.
-    stored, rounded_again = (
+    stored, requantized = (
         CausalLM.from_pretrained(folder, dtype="f32", quantize=to)
         for folder in (tmp_path / to, dequantized)
     )
-    np.testing.assert_allclose(scores(stored), scores(rounded_again), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scores(stored), scores(requantized), rtol=1e-5, atol=1e-5)
 
 
 def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:

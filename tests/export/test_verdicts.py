@@ -48,6 +48,7 @@ def verdicts(
     log = capsys.readouterr().out
     # The remark that other tools use the scale 1 does not apply to language models.
     assert "the scale 1" not in log
+    # The last five lines are about one program each.
     return dict(line.split(": ", 1) for line in log.splitlines()[-5:])
 
 

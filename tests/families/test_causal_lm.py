@@ -225,18 +225,22 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
     data = task.prepare(split, lambda _: None).train
     rows = [split.train.examples[:2], split.train.examples[2:3]]
 
-    def result(unit: int = 1, bounds: int = 0) -> tuple[float, dict[str, Any]]:
-        """Return the loss and the gradients of `rows`, padded to a multiple of `unit` tokens."""
+    def result(padding_multiple: int = 1, least_bounds: int = 0) -> tuple[float, dict[str, Any]]:
+        """Return the loss and the gradients of `rows`.
+
+        They are padded to a multiple of `padding_multiple` tokens, and to at least `least_bounds`
+        bounds of examples.
+        """
         for var in parameters.values():
             var.zero_grad()
-        batch = joined(rows, unit, bounds)
-        assert len(batch.input_ids) % unit == 0
+        batch = joined(rows, padding_multiple, least_bounds)
+        assert len(batch.input_ids) % padding_multiple == 0
         loss = data.loss(data.inputs(batch))
         loss.backward()
         return float(loss.item()), {name: var.grad.numpy() for name, var in parameters.items()}
 
     loss, gradients = result()
-    padded_loss, padded_gradients = result(unit=160, bounds=20)
+    padded_loss, padded_gradients = result(padding_multiple=160, least_bounds=20)
     assert padded_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         tolerance = 1e-5 * np.abs(gradient).max()

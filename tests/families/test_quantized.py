@@ -59,7 +59,8 @@ def test_losses_with_w8a8_are_near_those_without(
     expected = losses(config)
     found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
     # W8A8 applies to layers whose numbers of input and output features are multiples of 16. The
-    # tiny UNet has no such layer. Its losses differ because W8A8 quantizes fewer of its layers.
+    # tiny UNet has no such layer. Its losses differ because with W8A8, only the feed-forward layers
+    # of a UNet have codes; without W8A8, its other layers have codes too.
     assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.05)
     # The run resets the process-wide switch.

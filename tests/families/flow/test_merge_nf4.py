@@ -59,8 +59,8 @@ def nf4(values: np.ndarray) -> np.ndarray:
         scale = np.abs(block).max()
         # As in bitsandbytes, only an incomplete block is divided by its scale; the values of other
         # blocks are multiplied by the rounded reciprocal.
-        units = block * (np.float32(1) / scale) if block.size == 64 else block / scale
-        found[start : start + 64] = VALUES[np.searchsorted(middles, units)] * scale
+        normalized = block * (np.float32(1) / scale) if block.size == 64 else block / scale
+        found[start : start + 64] = VALUES[np.searchsorted(middles, normalized)] * scale
     return found.reshape(values.shape)
 
 

@@ -101,7 +101,7 @@ def sd3(sd3_base: Path, tmp_path: Path) -> "diffusers.StableDiffusion3Pipeline":
         text_encoder_3=load(transformers.T5EncoderModel, sd3_base / "text_encoder_3"),
         tokenizer_3=t5_tokenizer(tmp_path / "t5"),
     )
-    pipeline.tokenizer_max_length = 17
+    pipeline.tokenizer_max_length = 17  # the number of positions of the tiny CLIP encoders
     return pipeline
 
 
@@ -135,7 +135,7 @@ def flux(flux_base: Path, tmp_path: Path) -> "diffusers.FluxPipeline":
         text_encoder_2=load(transformers.T5EncoderModel, flux_base / "text_encoder_2"),
         tokenizer_2=t5_tokenizer(tmp_path / "t5"),
     )
-    pipeline.tokenizer_max_length = 17
+    pipeline.tokenizer_max_length = 17  # the number of positions of the tiny CLIP encoders
     return pipeline
 
 

@@ -24,6 +24,7 @@ def test_levels_of_sd3_equal_those_of_diffusers() -> None:
 def test_the_shift_of_flux_depends_on_the_image_size() -> None:
     expected = STORED["flux_28_seq1024_sigmas"].numpy()
     np.testing.assert_allclose(Flux.schedule.levels(28, 1024), expected, atol=1e-6)
+    # At 4096 tokens, the logarithm of the shift is Flux's `max_shift`, 1.15.
     assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
 
 
@@ -44,6 +45,7 @@ def test_the_shift_in_training_depends_on_the_image_size() -> None:
     """
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0
+    # A quarter of the tokens has half of the shift.
     assert SD3.schedule.in_training(1024) == pytest.approx(1.5)
 
 
