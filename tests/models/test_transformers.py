@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 # differently. The embedding of a guidance of 3.5, which the model multiplies by 1000, therefore
 # differs by this much.
 ROUNDING = 1e-5
-CASES = ("dora_attention", "lora_all_linear")
+ADAPTER_CASES = ("dora_attention", "lora_all_linear")  # parts of names of golden files
 
 
 def gradient(var: tc.Var) -> np.ndarray:
@@ -87,7 +87,10 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Add a case's initial adapter to a model, which is on `device`; return adapter and case."""
+    """Add the initial adapter of the case `name` to a model on `device`.
+
+    Return the adapter and all tensors of the case.
+    """
     path = decompressed(family.folder / f"transformer_{name}.safetensors")
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
@@ -130,7 +133,7 @@ def test_prediction_equals_that_of_diffusers(family: Family, device: str) -> Non
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADAPTER_CASES)
 def test_adapters_train_as_with_peft(family: Family, name: str, policy: str, device: str) -> None:
     model = family.load(device=device)
     if policy != "none":
@@ -152,7 +155,7 @@ def test_adapters_train_as_with_peft(family: Family, name: str, policy: str, dev
     ("dtype", "output_limit", "gradient_limit", "loss_limit"),
     [("f16", 0.01, 0.02, 2e-3), ("bf16", 0.05, 0.1, 1e-2)],
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADAPTER_CASES)
 def test_adapters_train_in_half_precision_nearly_as_with_peft(
     family: Family, name: str, dtype: str, output_limit: float, gradient_limit: float,
     loss_limit: float, device: str,
@@ -217,14 +220,15 @@ def test_the_padding_of_a_text_is_not_read() -> None:
     family = FAMILIES["zimage"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
-    read = 19  # the tokens of the second text
-    assert case["lengths"].tolist()[1] == read
-    expected = model(x, text[:, :read], times)
+    own = 19  # the number of tokens of the second text without its padding
+    assert case["lengths"].tolist()[1] == own
+    expected = model(x, text[:, :own], times)
     assert relative_error(expected, case["output"][1:]) < ROUNDING
-    # The model pads each text to a multiple of 32 tokens: a text of 19 tokens fills a row of 32.
-    for length, full in ((32, True), (32, False), (80, False)):
-        longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, length - read, 40))], 1)
-        found = model(x, longer, times, case["lengths"][1:], rows_are_full=full)
+    # The model pads each text to a multiple of 32 tokens. With its padding, a text of 19 tokens
+    # fills a row of 32 tokens, but not a row of 80.
+    for length, rows_are_full in ((32, True), (32, False), (80, False)):
+        longer = tc.cat([text[:, :own], 100.0 * tc.ones((1, length - own, 40))], 1)
+        found = model(x, longer, times, case["lengths"][1:], rows_are_full=rows_are_full)
         assert relative_error(found, expected) < ROUNDING, length
 
 
@@ -235,11 +239,11 @@ def test_texts_are_read_to_their_length(name: str) -> None:
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
     image_ids, text_ids = case["img_ids"], case["txt_ids"]
-    read = int(case["lengths"][1].item())
-    expected = model(x, text[:, :read], times, image_ids, text_ids[:read])
+    own = int(case["lengths"][1].item())  # the tokens of the second text without its padding
+    expected = model(x, text[:, :own], times, image_ids, text_ids[:own])
     assert relative_error(expected, case["output"][1:]) < ROUNDING
-    longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, 9, 40))], 1)
-    longer_ids = tc.cat([text_ids[:read], tc.zeros((9, 3))], 0)
+    longer = tc.cat([text[:, :own], 100.0 * tc.ones((1, 9, 40))], 1)
+    longer_ids = tc.cat([text_ids[:own], tc.zeros((9, 3))], 0)
     found = model(x, longer, times, image_ids, longer_ids, case["lengths"][1:])
     assert relative_error(found, expected) < ROUNDING
     # Without `lengths`, the padding is read as text.
@@ -322,7 +326,9 @@ def test_files_of_comfyui_with_fused_projections_are_read_and_z_image_omni_is_re
 
 
 def test_positions_beyond_the_axes_are_rejected() -> None:
+    """130 x 8 latents are 65 x 4 tokens, but the second axis has only 64 positions."""
     family = FAMILIES["zimage"]
+    # Along the first axis, 64 text tokens with padding need 64 positions and two more.
     with pytest.raises(tc.ShapeError, match=r"need \[66, 65, 4\] positions.*axes_lens"):
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
 

@@ -92,7 +92,7 @@ def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
 FLUX2 = GOLDEN.parent / "flux2"
 
 
-def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_files_keep_it(
+def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_loads_from_its_files(
     tmp_path: Path,
 ) -> None:
     case = tc.load_file(FLUX2 / "vae_forward.safetensors")

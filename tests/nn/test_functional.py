@@ -214,8 +214,8 @@ def test_rms_norm_rope_equals_a_norm_and_a_rotation(interleaved):
     # Rotations keep lengths, so the gradient of the sum of squares does not depend on the angles.
     (y * y).sum().backward()
     assert_close(vw.grad, (2 * w * normal**2).sum((0, 1)))
-    u = 2 * w**2 * normal
-    rstd = normal / x
+    u = 2 * w**2 * normal  # the gradient of the normalised values
+    rstd = normal / x  # the reciprocal of the root mean square
     assert_close(vx.grad, rstd * (u - normal * (u * normal).mean(-1, keepdims=True)))
 
 
@@ -236,11 +236,12 @@ def test_regression_losses_equal_numpy(reduction):
 def test_cross_entropy_equals_numpy(reduction, smoothing):
     logits, targets = RNG.standard_normal((2, 4, 5)), RNG.integers(0, 5, (2, 4))
     targets[0, 1] = -100  # ignored
-    counts = targets != -100
+    is_counted = targets != -100
     log_p = np.log(softmax(logits))
-    picked = np.take_along_axis(log_p, np.where(counts, targets, 0)[..., None], -1)[..., 0]
-    losses = np.where(counts, -(1 - smoothing) * picked - smoothing * log_p.mean(-1), 0)
-    expected = {"mean": losses.sum() / counts.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    picked = np.take_along_axis(log_p, np.where(is_counted, targets, 0)[..., None], -1)[..., 0]
+    losses = np.where(is_counted, -(1 - smoothing) * picked - smoothing * log_p.mean(-1), 0)
+    mean = losses.sum() / is_counted.sum()
+    expected = {"mean": mean, "sum": losses.sum(), "none": losses}[reduction]
     result = F.cross_entropy(
         tc.tensor(logits), tc.tensor(targets), reduction=reduction, label_smoothing=smoothing
     )

@@ -56,7 +56,7 @@ def test_layers_equal_their_functional_forms() -> None:
 def test_initial_values_are_those_of_torch() -> None:
     tc.manual_seed(0)
     conv = nn.Conv2d(8, 64, 3, groups=2)
-    bound = 1 / np.sqrt(4 * 9)
+    bound = 1 / np.sqrt(4 * 9)  # the fan-in: 4 channels per group, 3 x 3 weights each
     for values in (conv.weight.numpy(), conv.bias.numpy()):
         assert np.abs(values).max() <= bound
         assert np.abs(values).max() > 0.9 * bound
@@ -69,8 +69,8 @@ def test_initial_values_are_those_of_torch() -> None:
 def test_dropout_has_an_effect_only_in_training() -> None:
     x = tc.ones(1000)
     dropout = nn.Dropout(0.25)
-    kept = (dropout(x).numpy() > 0).mean()
-    assert 0.6 < kept < 0.9
+    kept_fraction = (dropout(x).numpy() > 0).mean()
+    assert 0.6 < kept_fraction < 0.9
     assert dropout.eval()(x).tolist() == x.tolist()
 
 
@@ -162,9 +162,9 @@ def test_requires_grad_freezes_and_thaws() -> None:
     assert net.requires_grad_(False).parameters() == []
     assert list(net.requires_grad_().named_parameters()) == names
     assert net.heads["digit"].weight.tolist() == before
-    part = Net()
-    part.body.requires_grad_(False)
-    assert list(part.named_parameters()) == ["heads.digit.weight", "heads.digit.bias"]
+    partly_frozen = Net()
+    partly_frozen.body.requires_grad_(False)
+    assert list(partly_frozen.named_parameters()) == ["heads.digit.weight", "heads.digit.bias"]
 
 
 def test_shared_variables_stay_shared() -> None:
@@ -172,7 +172,7 @@ def test_shared_variables_stay_shared() -> None:
     net[1].weight = net[0].weight
     net.to("f64").requires_grad_(False).requires_grad_()
     assert net[1].weight is net[0].weight
-    assert len(net.parameters()) == 3
+    assert len(net.parameters()) == 3  # the shared weight and two biases
 
 
 def test_wrong_arguments_are_rejected() -> None:

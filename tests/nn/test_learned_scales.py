@@ -1,4 +1,7 @@
-"""Trained factors of `fake_quantize`'s scales, against LSQ's definition (arXiv:1902.08153)."""
+"""Trained factors of `fake_quantize`'s scales, against the definition of LSQ.
+
+LSQ is learned step size quantization (arXiv:1902.08153).
+"""
 
 import numpy as np
 import pytest
@@ -14,9 +17,10 @@ NF4 = [
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 ]  # fmt: skip
-SMALL = [fraction * 2.0**-9 for fraction in range(8)]
-LARGE = [(1 + fraction / 8) * 2.0**power for power in range(-6, 9) for fraction in range(8)]
-E4M3 = [*SMALL, *LARGE[:-1]]
+# The values of e4m3 from 0 on: subnormal ones, then normal ones. Its last code is a NaN.
+SUBNORMAL = [fraction * 2.0**-9 for fraction in range(8)]
+NORMAL = [(1 + fraction / 8) * 2.0**power for power in range(-6, 9) for fraction in range(8)]
+E4M3 = [*SUBNORMAL, *NORMAL[:-1]]
 CODES = {
     "int8": np.arange(-127, 128.0),
     "int4": np.arange(-8, 8.0),
@@ -34,24 +38,26 @@ def lsq(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return rounded values, and the gradients of values and of factors (equations 1 to 3).
 
+    `factors` has a number for each group, and `gradient` is the gradient of the rounded values.
+
     In the paper, only values between the first and the last code get a gradient. Here, values up
     to half a step beyond these codes get one, too. The step is the distance between the first two
     codes or the last two codes; in the paper, codes are integers.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])
-    plain = np.abs(x).max(1, keepdims=True) / LARGEST[format]
-    scale = plain * factors[:, None]
+    plain_scale = np.abs(x).max(1, keepdims=True) / LARGEST[format]
+    scale = plain_scale * factors[:, None]
     v = x / scale
     code = codes[np.abs(v[..., None] - codes).argmin(-1)]
     low = codes[0] - (codes[1] - codes[0]) / 2
     high = codes[-1] + (codes[-1] - codes[-2]) / 2
     inside = (v >= low) & (v <= high)
-    of_scale = np.where(inside, code - v, code)  # the derivative of `code * scale`
+    scale_derivative = np.where(inside, code - v, code)  # the derivative of `code * scale`
     gradient = gradient.reshape(x.shape)
-    of_factors = (gradient * of_scale * plain).sum(1)
+    factor_gradient = (gradient * scale_derivative * plain_scale).sum(1)
     shape = values.shape
-    return (code * scale).reshape(shape), (gradient * inside).reshape(shape), of_factors
+    return (code * scale).reshape(shape), (gradient * inside).reshape(shape), factor_gradient
 
 
 @pytest.mark.parametrize("format", CODES)
@@ -62,11 +68,13 @@ def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
     x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
     y = F.fake_quantize(x, format, f)
     (y * tc.tensor(gradient)).sum().backward()
-    expected, of_values, of_factors = lsq(values, factors.astype(np.float64), gradient, format)
+    expected, value_gradient, factor_gradient = lsq(
+        values, factors.astype(np.float64), gradient, format
+    )
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-6, atol=1e-7)
-    np.testing.assert_array_equal(x.grad.numpy(), of_values.astype(np.float32))
-    assert 0 < (of_values == 0).mean() < 0.2
-    np.testing.assert_allclose(f.grad.numpy(), of_factors, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(x.grad.numpy(), value_gradient.astype(np.float32))
+    assert 0 < (value_gradient == 0).mean() < 0.2
+    np.testing.assert_allclose(f.grad.numpy(), factor_gradient, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -75,7 +83,7 @@ def test_factors_of_one_change_no_bit(format: str, dtype: str) -> None:
     random = np.random.default_rng(4)
     values = tc.tensor(random.standard_normal((24, 128)).astype(np.float32)).to(dtype)
     # int8 and fp8 have one scale for each row, which has 128 elements here.
-    count = values.numel() // (128 if GROUPS[format] == 64 and format != "nf4" else GROUPS[format])
+    count = values.numel() // (128 if format in {"int8", "fp8"} else GROUPS[format])
     results = []
     for factors in (None, tc.ones((count,))):
         x = tc.Var(values)

@@ -55,7 +55,7 @@ def test_initial_values_have_the_bound_of_torch_and_follow_the_seed():
     assert layer.weight.shape == (128, 64)
     assert layer.bias.shape == (128,)
     weight = layer.weight.numpy()
-    assert np.abs(weight).max() <= 1 / 8
+    assert np.abs(weight).max() <= 1 / 8  # 1 / sqrt(64)
     assert abs(weight.std() - 1 / 8 / np.sqrt(3)) < 2e-3
     assert nn.Linear.init(3, 2, bias=False).bias is None
     assert nn.Linear.init(3, 2, dtype="f64").weight.dtype == "f64"
@@ -104,6 +104,7 @@ def test_gradients_of_lora_factors_equal_numpy():
     lora.lora_up.set(tc.tensor(up))
     lora(tc.tensor(x)).backward(tc.tensor(g))
     flat_x, flat_g = x.reshape(6, 5), g.reshape(6, 4)
+    # The scale is alpha / rank = 2.
     expected_down = 2 * (flat_g @ up).T @ flat_x
     expected_up = 2 * flat_g.T @ (flat_x @ down.T)
     assert_close(lora.lora_down.grad, expected_down, atol=1e-4)
@@ -237,7 +238,7 @@ def test_gradients_of_f32_factors_are_f32_if_inputs_are_bf16():
         assert_close(found, expected.numpy(), atol=0.1)
 
 
-def test_bias_is_a_truth_value_for_sizes_and_is_given_only_once_for_a_weight() -> None:
+def test_after_sizes_bias_is_true_or_false_and_after_a_weight_it_is_given_only_once() -> None:
     assert nn.Linear(4, 2, bias=0).bias is None
     assert nn.Linear(4, 2, bias=1).bias is not None
     with pytest.raises(TypeError, match="the bias is a Tensor, expected True or False"):

@@ -113,6 +113,8 @@ def test_a_saved_folder_computes_the_same_after_loading(
     model.save_pretrained(tmp_path / "lora")
     expected = model(tc.tensor(X)).detach().numpy()
     model.print_trainable_parameters()
+    # The factors of `conv`, `blocks.0` and `heads.one` have 44, 48 and 22 elements. The layers
+    # themselves have 76, 136 and 27 parameters.
     assert "trainable params: 114 || all params: 353" in capsys.readouterr().out
     keys = tc.load_file(tmp_path / "lora" / "adapter_model.safetensors").keys()
     assert "base_model.model.heads.one.lora_A.weight" in keys

@@ -9,7 +9,7 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 
 X = tc.ones(2, 2)
-ROW = tc.ones(2, 1, 2)
+ROW = tc.ones(2, 1, 2)  # (tokens, heads, width of a head)
 
 
 def parameter() -> tc.Var:
@@ -18,7 +18,7 @@ def parameter() -> tc.Var:
 
 # A key is how the error's message begins. Its value is a pair: what the operation expects according
 # to the message, and a function that passes its argument to the operation.
-TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
+CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
     "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),
     "LoraConfig: alpha_pattern": (
@@ -61,23 +61,23 @@ TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("name", CALLS)
 def test_integers_too_large_for_floats_are_reported(name: str) -> None:
-    expected, take = TAKERS[name]
+    expected, call = CALLS[name]
     message = f"^{name} is .* beyond the range of floating point, expected {expected}$"
     for number in (10**400, -(10**400)):
         with pytest.raises(tc.ArgumentError, match=message):
-            take(number)
+            call(number)
 
 
-@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("name", CALLS)
 def test_arguments_that_are_no_numbers_are_reported(name: str) -> None:
-    expected, take = TAKERS[name]
+    expected, call = CALLS[name]
     with pytest.raises(TypeError, match=f"^{name} is .*, expected {expected}$"):
-        take("1")
+        call("1")
 
 
-def test_a_pair_of_one_number_and_none_are_reported() -> None:
+def test_betas_of_one_number_and_an_lr_of_none_are_reported() -> None:
     with pytest.raises(TypeError, match=r"^AdamW: betas is .*tuple, expected two numbers$"):
         tc.optim.AdamW([parameter()], betas=(0.9,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^AdamW: lr is None, expected a number$"):

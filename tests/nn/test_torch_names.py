@@ -193,7 +193,7 @@ def test_a_buffer_belongs_to_one_instance_of_a_class() -> None:
         "add_param_group",
     ],
 )
-def test_errors_of_missing_names_suggest_others_for_those_of_torch(
+def test_errors_for_missing_names_of_torch_suggest_alternatives(
     find: Callable[[], object], advice: str
 ) -> None:
     with pytest.raises(AttributeError, match=advice):
@@ -202,8 +202,8 @@ def test_errors_of_missing_names_suggest_others_for_those_of_torch(
 
 def test_functions_take_the_shape_or_the_dtype_of_another_tensor() -> None:
     x = tc.ones(2, 3, dtype="f64")
-    for made in (tc.rand_like(x), tc.randn_like(x), tc.full_like(x, 3.0), x.new_zeros(2, 3)):
-        assert (made.shape, str(made.dtype)) == (x.shape, "f64")
+    for result in (tc.rand_like(x), tc.randn_like(x), tc.full_like(x, 3.0), x.new_zeros(2, 3)):
+        assert (result.shape, str(result.dtype)) == (x.shape, "f64")
     assert tc.full_like(x, 3, dtype="i64").tolist() == [[3] * 3] * 2
     generator = tc.Generator().manual_seed(2)
     assert tc.randn_like(x, generator=generator).tolist() == (

@@ -30,6 +30,9 @@ def rates(scheduler: Any, steps: int = 30) -> list[list[float]]:
     return seen
 
 
+# Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer.
+
+
 def chained(s: Any, o: Any) -> Any:
     return s.ChainedScheduler([s.LinearLR(o, 0.2, 1.0, 7), s.ExponentialLR(o, 0.9)])
 
@@ -39,7 +42,6 @@ def sequential(s: Any, o: Any) -> Any:
     return s.SequentialLR(o, parts, [5, 15])
 
 
-# Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer.
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     "lambda": lambda s, o: s.LambdaLR(o, lambda e: min(1.0, e / 10)),
     "lambdas": lambda s, o: s.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1 / (1 + e)]),

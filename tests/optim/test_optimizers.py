@@ -348,8 +348,8 @@ def test_the_loss_scaler_reports_calls_out_of_order_and_wrong_values():
         optim.GradScaler(backoff_factor=2.0)
 
 
-# The options of each schedule of 100 steps, and the factor of the learning rate at step s after the
-# warm-up of 10 steps.
+# The options of each schedule of 100 steps, and the factor of the learning rate at step s. The
+# factor holds from step 10 on, after the warm-up.
 SCHEDULES = {
     "constant": ({}, lambda _: 1.0),
     "linear": ({}, lambda s: max(0.0, (100 - s) / 90)),

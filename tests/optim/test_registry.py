@@ -17,11 +17,11 @@ from trainable_candle.testing import assert_close
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVERY: list[Callable[..., optim.Optimizer]] = list(optim.KINDS.values())
+ALL_KINDS: list[Callable[..., optim.Optimizer]] = list(optim.KINDS.values())
 GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_each_class_documents_its_hyper_parameters_and_accepts_their_defaults(
     kind: Callable[..., optim.Optimizer],
 ) -> None:
@@ -42,7 +42,7 @@ def test_each_class_documents_its_hyper_parameters_and_accepts_their_defaults(
     assert not np.array_equal(results[0], start.astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_wrong_arguments_are_reported(kind: Callable[..., optim.Optimizer]) -> None:
     x = tc.Var([1.0])
     with pytest.raises(TypeError, match=f"{kind.__name__}: .*'speed'"):
@@ -62,7 +62,7 @@ def test_the_stubs_and_the_list_of_features_name_every_optimizer() -> None:
     root = Path(__file__).parents[2]
     stub = root / "python" / "trainable_candle" / "optim" / "kinds.pyi"
     classes = [n.name for n in ast.parse(stub.read_text()).body if isinstance(n, ast.ClassDef)]
-    assert classes == [kind.__name__ for kind in EVERY]
+    assert classes == [kind.__name__ for kind in ALL_KINDS]
     features = (root / "docs" / "features.md").read_text()
     assert [name for name in classes if name.removesuffix("8bit") not in features] == []
 

@@ -52,6 +52,8 @@ def rounded(
     """
     elements = first + np.arange(values.size, dtype=np.uint64)
     zeros = np.zeros_like(elements)
+    # Other random numbers have 0 or 1 where these counters have 2 or more. The numbers 0 and 1
+    # share words, each with half of the bits, as do 2 and 3.
     counters = np.stack([elements // 4, zeros, zeros + step, zeros + 2 + number // 2], 1)
     words = philox(seed, counters)[np.arange(values.size), elements % 4]
     random = words >> np.uint64(16 * (number % 2)) & np.uint64(0xFFFF)
@@ -71,7 +73,7 @@ def normal(seed: int) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_steps_are_those_of_the_formula(kind: str) -> None:
-    seed = 2**40 + 3
+    seed = 2**40 + 3  # has bits in both halves of the key
     tc.manual_seed(seed)
     parameters = [tc.Var(bf16(values)) for values in normal(0)]
     lr, beta, beta2 = 0.01, 0.9, 0.999
@@ -85,7 +87,7 @@ def test_steps_are_those_of_the_formula(kind: str) -> None:
     expected = normal(0)
     states = [[np.zeros_like(p) for _ in range(3)] for p in expected]
     for step in range(1, 5):
-        first = 0
+        first = 0  # of the variable's elements; see `rounded`
         for index, gradient in enumerate(normal(step)):
             parameters[index].grad = bf16(gradient)
             p, (a, b, c) = expected[index], states[index]  # `b` and `c` are for Adam only.
@@ -171,7 +173,7 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
         ({"qat": "int8", "qat_learned_scales": True}, "--qat-learned-scales needs f32"),
     ],
 )
-def test_settings_without_stochastic_rounding_are_reported(
+def test_settings_that_exclude_stochastic_rounding_are_reported(
     settings: dict[str, Any], expected: str
 ) -> None:
     assert TrainConfig(stochastic_rounding=True).stochastic_rounding

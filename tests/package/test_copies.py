@@ -19,11 +19,11 @@ def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
         (model, "load the model again from its files"),
         (tc.quantize(tc.ones(64, 64), "nf4"), "quantize the tensor again"),
     ]
-    for value, cure in cases:
-        expected = f"{type(value).__name__} cannot be copied or pickled: {cure}"
+    for value, advice in cases:
+        expected = f"{type(value).__name__} cannot be copied or pickled: {advice}"
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=expected):
                 duplicate(value)
-        # The cure works.
-        if "state_dict" in cure:
+        # The advice works.
+        if "state_dict" in advice:
             value.load_state_dict(value.state_dict())

@@ -70,8 +70,8 @@ def test_the_script_for_sdxl_trains_and_draws(tmp_path: Path) -> None:
     run = script("04").main(tmp_path, steps=2)
     assert (run.completed, run.step) == (True, 2)
     assert tc.verify_adapter(run.adapter_path, "sdxl").modules
-    with Image.open(tmp_path / "coffee.png") as picture:
-        assert np.ptp(np.asarray(picture)) > 50
+    with Image.open(tmp_path / "coffee.png") as image:
+        assert np.ptp(np.asarray(image)) > 50  # the image is not of one colour
 
 
 def test_the_script_for_language_models_trains_and_answers(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_the_script_with_a_loop_resumes_from_its_checkpoint(tmp_path: Path) -> N
 
 
 def test_the_script_with_two_processes_gives_equal_results() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(SCRIPTS["09"])], check=True, capture_output=True, text=True
     )
-    lines = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", done.stdout)
+    lines = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", result.stdout)
     assert {rank for rank, *_ in lines} == {"0", "1"}
     assert len({tuple(results) for _, *results in lines}) == 1
 

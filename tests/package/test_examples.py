@@ -66,17 +66,17 @@ def blocks(doc: str) -> list[str]:
     These are its fenced blocks, and its indented blocks outside sections such as `Args:`.
     """
     found: list[list[str]] = [[]]
-    section = fence = False
+    in_section = in_fence = False
     for line in doc.splitlines():
         if line.strip().startswith("```"):
-            fence = not fence
+            in_fence = not in_fence
             found.append([])
-        elif fence:
+        elif in_fence:
             found[-1].append(line)
         elif line and not line.startswith(" "):
-            section = bool(SECTION.match(line))
+            in_section = bool(SECTION.match(line))
             found.append([])
-        elif not section:
+        elif not in_section:
             found[-1].append(line)
     texts = [dedent("\n".join(lines)).strip("\n") for lines in found]
     return [text for text in texts if text]

@@ -180,8 +180,8 @@ def callables() -> Iterator[tuple[str, Any]]:
         module = importlib.import_module(home)
         for name in module.__all__:
             value = getattr(module, name)
-            exception = inspect.isclass(value) and issubclass(value, BaseException)
-            if callable(value) and not exception and f"{home}.{name}" not in LEFT_OUT:
+            is_exception = inspect.isclass(value) and issubclass(value, BaseException)
+            if callable(value) and not is_exception and f"{home}.{name}" not in LEFT_OUT:
                 yield f"{home}.{name}", value
     for kind, instance in instances():
         for name in dir(type(instance)):
@@ -207,13 +207,13 @@ def calls() -> Iterator[tuple[str, Any, str]]:
             yield name, function, parameter
 
 
-def right(function: Any, name: str, default: Any) -> Any:
+def valid_value(function: Any, name: str, default: Any) -> Any:
     """Return a valid value for the parameter `name`; `default` if `RIGHT` has none."""
     make = RIGHT.get(f"{getattr(function, '__name__', '')}.{name}", RIGHT.get(name))
     return make() if make else default
 
 
-def passed(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
+def arguments(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and the named arguments of a call.
 
     The parameter `wrong` gets `value`; other parameters without a default get valid values.
@@ -222,11 +222,11 @@ def passed(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, 
     named: dict[str, Any] = {}
     for name, parameter in parameters(function).items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            positional.append(value if name == wrong else right(function, name, (2, 2)))
+            positional.append(value if name == wrong else valid_value(function, name, (2, 2)))
         elif parameter.kind is parameter.VAR_KEYWORD:
             continue
         elif name == wrong or parameter.default is parameter.empty:
-            given = value if name == wrong else right(function, name, None)
+            given = value if name == wrong else valid_value(function, name, None)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(given)
             else:
@@ -247,7 +247,7 @@ def test_a_call_with_a_wrong_argument_gives_a_result_or_a_clear_error(
     state, threads = tc.get_rng_state(), tc.get_num_threads()
     try:
         for label, value in WRONG.items():
-            positional, named = passed(function, parameter, value)
+            positional, named = arguments(function, parameter, value)
             try:
                 function(*positional, **named)
             except tc.InternalError as error:

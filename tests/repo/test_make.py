@@ -42,6 +42,7 @@ def run(folder: Path, gpus: str | None, *command: str) -> str:
 
 
 # `gpus` has a line for each GPU: the version of the driver, and the GPU's compute capability.
+# Training needs a driver of version 580 or later and a compute capability of at least 8.0.
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [

@@ -134,6 +134,7 @@ def test_a_users_own_model_gets_adapters(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = run(blocks("docs/python.md")[3])
+    # LoRA of rank 4 on layers of 64 x 32 and 32 x 10 weights: 4 * (64 + 32) + 4 * (32 + 10).
     assert "trainable params: 552 ||" in capsys.readouterr().out
     assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)

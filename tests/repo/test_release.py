@@ -65,6 +65,7 @@ def test_this_version_can_be_released(release: ModuleType) -> None:
     [
         (MANIFEST, CHANGELOG, "v1.2.4", "the tag is v1.2.4"),
         (MANIFEST, CHANGELOG, "1.2.3", "expected v1.2.3"),
+        # An empty tag is not checked.
         (MANIFEST.replace('a", version = "1.2.3', 'a", version = "1.2.2'), CHANGELOG, "", "1.2.2"),
         (MANIFEST, CHANGELOG.replace("1.2.3", "Unreleased"), "", "there is no section"),
         (MANIFEST, CHANGELOG.replace(" - 2026-01-02", ""), "", "has no date"),

@@ -2,10 +2,10 @@
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A run starts a process. If this is killed, another process resumes from the latest checkpoint, and
-so on until one reaches the last step. A process is killed at a random file event: when it opens,
-makes, renames, truncates or removes a file or folder in the run's folder, such as a log, a cache
-entry, a checkpoint or a preview.
+A run starts a process. If this process is killed, another one resumes from the latest checkpoint,
+and so on until one reaches the last step. A process is killed at a random file event: when it
+opens, makes, renames, truncates or removes a file or folder in the run's folder, such as a log, a
+cache entry, a checkpoint or a preview.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def main() -> None:
             write_images(folder / "images")
             runs += 1
             while True:
-                # Each iteration starts one process. If no process was killed so far, or if the
-                # output folder is empty, the process is killed at a random event. Otherwise, half
-                # of the processes are killed at a random event.
+                # Each iteration starts one process. If no process was killed so far in any run, or
+                # if the output folder is empty, the process is killed at a random event. Otherwise,
+                # half of the processes are killed at a random event.
                 fatal = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
                 if not any(folder.glob("run/*")):
                     fatal = fatal or rng.randint(1, events)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-# `facts_only` is in this folder.
+# `facts_only` is in `benches/`.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 
 from facts_only import MODELS, write_model

@@ -10,9 +10,10 @@ from trainable_candle.train.adapters import adapter_config
 
 from .full_size import write_model
 
-# Attention layers, and those with the layers of a second stream for text.
+# Attention layers. In joint attention, the text has layers of its own.
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+# Sizes of inputs, as in `Run.sizes`.
 FLUX = {"height": 128, "width": 128, "tokens": 512}
 SDXL = {"height": 128, "width": 128, "tokens": 77}
 SD3 = {"height": 128, "width": 128, "tokens": 333}

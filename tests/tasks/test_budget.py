@@ -28,7 +28,7 @@ GIB = 2**30
 CARDS = (6, 8, 12, 16, 24, 48)
 """Sizes of GPU memory, in GiB."""
 PLENTY = {"gradient_checkpointing": "none", "base_precision": SAME}
-"""Values of settings that a plan leaves open if memory suffices."""
+"""Settings with which a run trains if memory suffices, so that its plan chooses nothing."""
 
 
 class Model:
@@ -47,11 +47,11 @@ class Model:
 
     def estimate(self, config: TrainConfig, limit: float) -> Callable[[TrainConfig], Estimate]:
         """Return a function that estimates a run with settings like `config` in `limit` bytes."""
-        made: Any = self.family(self.weights, "bf16", "cuda", config)
+        family: Any = self.family(self.weights, "bf16", "cuda", config)
         if self.family.name == "causal-lm":
             tokens = 2048
-            return lambda other: made.estimate(other, tokens)
-        task = made.task()
+            return lambda other: family.estimate(other, tokens)
+        task = family.task()
         return partial(task.estimate, data=task.read(lambda _: None), limit=limit)
 
     def plan(self, budget: Budget, samples: int = 1000, **changes: Any) -> Plan:
@@ -101,7 +101,7 @@ def test_no_other_settings_that_fit_with_the_same_base_are_faster(flux: Model) -
     limits = budget(16, "RTX 4090")
     found = flux.plan(limits)
     estimate = flux.estimate(flux.config(), limits.memory)
-    # Stream no block or all.
+    # Stream no block or all 57.
     for policy, base, blocks in product(CHECKPOINTING, (SAME, *FORMATS), (0, 57)):
         by_hand = flux.config(
             gradient_checkpointing=policy,
@@ -127,10 +127,10 @@ def test_a_quantized_file_keeps_its_format(flux: Model, stored: str) -> None:
         return replace(found, work=replace(found.work, stored_format=stored))
 
     groups = flux.family.groups
-    rounded = make_plan(flux.config(), groups, limits, estimate)
-    kept = make_plan(flux.config(), groups, limits, estimate_of_file)
-    assert (rounded.config.base_format, kept.config.base_format) == ("int8", stored)
-    assert step_seconds(kept, limits) <= step_seconds(rounded, limits)
+    of_bf16 = make_plan(flux.config(), groups, limits, estimate)
+    of_codes = make_plan(flux.config(), groups, limits, estimate_of_file)
+    assert (of_bf16.config.base_format, of_codes.config.base_format) == ("int8", stored)
+    assert step_seconds(of_codes, limits) <= step_seconds(of_bf16, limits)
     # Where memory suffices, the codes are dequantized once, not in each step.
     assert make_plan(flux.config(), groups, budget(80), estimate_of_file).chosen == {}
 
@@ -148,9 +148,9 @@ def test_text_encoders_keep_the_formats_of_their_files(flux: Model) -> None:
         return replace(found, work=replace(found.work, texts_have_format=True))
 
     groups = flux.family.groups
-    rounded = make_plan(flux.config(), groups, limits, estimate)
-    kept = make_plan(flux.config(), groups, limits, estimate_of_files)
-    chosen = [plan.config.text_encoder_precision for plan in (rounded, kept)]
+    of_bf16 = make_plan(flux.config(), groups, limits, estimate)
+    of_codes = make_plan(flux.config(), groups, limits, estimate_of_files)
+    chosen = [plan.config.text_encoder_precision for plan in (of_bf16, of_codes)]
     assert chosen == ["int8", STORED]
     # Where memory suffices, the codes are dequantized once.
     assert make_plan(flux.config(), groups, budget(80), estimate_of_files).chosen == {}
@@ -311,18 +311,19 @@ def line_of_copies(plan: Plan, limits: Budget) -> str:
     copying = copied / limits.rates.link
     without_copies = replace(work, streamed=0, modulation=0, offloaded=0)
     computing = step_seconds(
-        replace(plan, estimate=Estimate({"training": []}, True, without_copies)), limits
+        replace(plan, estimate=Estimate({"training": []}, on_gpu=True, work=without_copies)),
+        limits,
     )
-    longer = "shorter" if copying <= computing else "longer"
+    comparison = "shorter" if copying <= computing else "longer"
     return (
-        f"copies to and from the GPU take {copying:.2g} s, which is {longer} than the "
+        f"copies to and from the GPU take {copying:.2g} s, which is {comparison} than the "
         f"{computing:.2g} s of computation beside them"
     )
 
 
-@pytest.mark.parametrize(("gpu", "longer"), [("RTX 3060", "shorter"), ("H200", "longer")])
+@pytest.mark.parametrize(("gpu", "comparison"), [("RTX 3060", "shorter"), ("H200", "longer")])
 def test_copies_of_streamed_blocks_are_compared_with_the_computation(
-    flux: Model, gpu: str, longer: str
+    flux: Model, gpu: str, comparison: str
 ) -> None:
     """On a fast GPU, copies of all blocks take longer than the computation."""
     given = {"gradient_checkpointing": "full", "base_precision": SAME, "stream_blocks": 57}
@@ -331,7 +332,7 @@ def test_copies_of_streamed_blocks_are_compared_with_the_computation(
     assert plan.chosen == {}
     (line,) = plan.lines(limits)
     assert line == "plan: " + line_of_copies(plan, limits)
-    assert f"which is {longer} than" in line
+    assert f"which is {comparison} than" in line
 
 
 def test_a_plan_leaves_a_margin_and_a_second_plan_takes_less(flux: Model) -> None:
@@ -362,6 +363,7 @@ def test_a_batch_of_auto_is_doubled_while_samples_get_faster(model: Model) -> No
                 assert seconds_per_sample >= 0.96 * step_seconds(found, limits) / count
 
 
+# The batch size is a power of two, so `most` is the largest power of two that divides `effective`.
 @pytest.mark.parametrize(("effective", "most"), [(16, 16), (12, 4), (3, 1)])
 def test_a_batch_of_auto_divides_the_effective_batch(
     tmp_path: Path, effective: int, most: int
@@ -417,6 +419,8 @@ def test_a_plan_for_the_cpu_chooses_checkpointing() -> None:
     assert plan_of(3 * GIB, 2 * GIB).chosen == {"gradient_checkpointing": "full"}
 
 
+# With full checkpointing and a batch of 1, the activations take 512 MiB (2 GiB without it), the
+# adapter 1 MiB for each unit of its rank, and the runtime 200 MiB (`RUNTIME_BYTES`).
 @pytest.mark.parametrize(
     ("limit", "changes", "message"),
     [

@@ -73,8 +73,8 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
     assert found.chosen == {"optimizer_states": "host"}
     line = found.lines(limits)[0]
     assert line.startswith("plan: --optimizer-states host (about 10.00 GiB, ")
-    # Copying 2 GiB of states over the link (25 GB/s) to the GPU and back costs less than a second
-    # forward pass.
+    # Copying 2 GiB of states over the link (25 GB/s) to the GPU and back takes less time than
+    # recomputing the forward pass.
     recomputed = replace(WORK, recomputed=1.0)
     assert 4 * GIB / 25e9 + seconds(WORK, CARD) < seconds(recomputed, CARD)
     both = plan(2 * GIB, 9)
@@ -107,9 +107,9 @@ def test_states_go_to_the_host_only_where_they_can_be_pinned() -> None:
 def test_an_optimizer_step_copies_the_states_twice_however_many_micro_batches_it_has() -> None:
     limits = Budget(9 * GIB, 64 * GIB, CARD)
     for micro_batches in (1, 4):
-        made = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=micro_batches)
+        found = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=micro_batches)
         expected = micro_batches * seconds(WORK, CARD) + 4 * GIB / 25e9
-        assert step_seconds(made, limits) == pytest.approx(expected)
+        assert step_seconds(found, limits) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "muon"])
@@ -139,8 +139,8 @@ def test_on_the_cpu_there_is_nothing_to_choose() -> None:
     for place in ("auto", "device"):
         check_settings(TrainConfig(device="cpu", optimizer_states=place))
     config = TrainConfig(device="cpu", precision="f32", gradient_checkpointing="full")
-    made = make_plan(config, GROUPS, Budget(math.inf, math.inf), estimates(GIB))
-    assert made.config.optimizer_states == "auto"
+    found = make_plan(config, GROUPS, Budget(math.inf, math.inf), estimates(GIB))
+    assert found.config.optimizer_states == "auto"
 
 
 def test_the_place_of_states_is_no_argument_of_the_optimizer() -> None:

@@ -38,12 +38,14 @@ def mean_loss(
     distance = np.abs(error)
     huber = np.where(distance <= delta, error**2 / 2, delta * (distance - delta / 2))
     kinds = {"mse": error**2, "l1": distance, "huber": huber, "smooth_l1": huber / delta}
-    each = kinds[config.loss]
+    element_losses = kinds[config.loss]
     if mask is not None:
         mean = mask.mean(axis=(1, 2, 3), keepdims=True)
-        each = each * mask / np.where(mean > 0, mean, 1)
-    losses = each.mean(axis=(1, 2, 3))
+        element_losses = element_losses * mask / np.where(mean > 0, mean, 1)
+    losses = element_losses.mean(axis=(1, 2, 3))
     if config.min_snr_gamma is not None:
+        # An error of the velocity is the error of the predicted data divided by the level. The
+        # square of the level makes the loss one of the data, which this method weights by the SNR.
         snr = ((1 - levels) / levels) ** 2
         losses = losses * levels**2 * np.minimum(snr, config.min_snr_gamma)
     if config.loss_weighting == "sigma_sqrt":
@@ -53,8 +55,8 @@ def mean_loss(
     return float(np.mean(losses if weights is None else losses * weights))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -71,17 +73,17 @@ def mean_loss(
     ids=str,
 )
 def test_the_loss_of_a_flow_equals_its_definition(
-    settings: dict[str, Any], masked: bool, weighed: bool
+    settings: dict[str, Any], has_mask: bool, has_weights: bool
 ) -> None:
     config = TrainConfig(**settings)
     objective = FlowObjective(config)
     latents = rng().standard_normal(SHAPE).astype(np.float32)
     inputs = objective.noise(tc.tensor(latents), [4, 1, 9], 3)
-    mask = rng().random((3, 1, 4, 5)).astype(np.float32) if masked else None
+    mask = rng().random((3, 1, 4, 5)).astype(np.float32) if has_mask else None
     if mask is not None:
         mask[1] = 0.0  # A mask of zeros gives a loss of 0, not NaN.
         inputs["mask"] = tc.tensor(mask)
-    weights = np.array([0.5, 2.0, 1.0], np.float32) if weighed else None
+    weights = np.array([0.5, 2.0, 1.0], np.float32) if has_weights else None
     if weights is not None:
         inputs["weights"] = tc.tensor(weights)
     prediction = tc.Var(rng().standard_normal(SHAPE).astype(np.float32))

@@ -54,27 +54,27 @@ def test_recomputing_more_blocks_takes_less_memory_and_more_time(
 def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
     limits = budget(16, "RTX 4090")
-    made = model.plan(limits, stream_blocks=42, stream_modulation=True)
-    count = made.chosen["checkpoint_blocks"]
-    assert 1 <= count < 57
-    assert made.estimate.peak <= limits.planned
-    flags = f"--gradient-checkpointing {made.config.checkpointing} --checkpoint-blocks {count} "
-    assert flags in made.lines(limits)[0]
+    found = model.plan(limits, stream_blocks=42, stream_modulation=True)
+    count = found.chosen["checkpoint_blocks"]
+    assert 1 <= count < 57  # the number of blocks
+    assert found.estimate.peak <= limits.planned
+    flags = f"--gradient-checkpointing {found.config.checkpointing} --checkpoint-blocks {count} "
+    assert flags in found.lines(limits)[0]
     # With one block fewer, the run does not fit, and recomputing all blocks takes longer.
-    estimate = model.estimate(made.config, limits.memory)
-    fewer, every = (made.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
+    estimate = model.estimate(found.config, limits.memory)
+    fewer, every = (found.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
     assert estimate(fewer).peak > limits.planned
-    assert step_seconds(Plan(every, estimate(every), {}), limits) > step_seconds(made, limits)
+    assert step_seconds(Plan(every, estimate(every), {}), limits) > step_seconds(found, limits)
 
 
 def test_a_given_policy_is_for_all_blocks_or_the_given_number(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
-    made = model.plan(budget(24, "RTX 4090"), gradient_checkpointing="full")
-    assert made.config.checkpoint_blocks is None
+    found = model.plan(budget(24, "RTX 4090"), gradient_checkpointing="full")
+    assert found.config.checkpoint_blocks is None
     given = {"gradient_checkpointing": "full", "checkpoint_blocks": 20}
-    made = model.plan(budget(24, "RTX 4090"), **given)
-    assert {name: getattr(made.config, name) for name in given} == given
-    assert not made.chosen.keys() & given.keys()
+    found = model.plan(budget(24, "RTX 4090"), **given)
+    assert {name: getattr(found.config, name) for name in given} == given
+    assert not found.chosen.keys() & given.keys()
 
 
 def test_planning_estimates_few_configurations_with_a_part_of_the_blocks(tmp_path: Path) -> None:

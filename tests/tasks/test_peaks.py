@@ -21,7 +21,7 @@ def test_peaks_are_predicted_within_5_percent(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("model", "targets", "sizes", "values"),
     [
-        # Layers of a block with one stream: queries, keys, values and the first feed-forward layer.
+        # A single-stream block: queries, keys, values and the first feed-forward layer.
         ("Flux.1-dev", JOINT, FLUX, (4096 + 512) * (3 * 3072 + 4 * 3072)),
         # The first feed-forward layer, with two halves for GEGLU, at 64 x 64 tokens.
         ("SDXL", ["to_q"], SDXL, 4096 * 2 * 4 * 640),

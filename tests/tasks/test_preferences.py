@@ -139,6 +139,7 @@ def test_a_run_learns_to_prefer_the_chosen_answers(
     log = capsys.readouterr().out
     # The lines read `validation: loss 0.6931, chosen preferred ...`.
     losses = [float(line.split()[2].rstrip(",")) for line in log.splitlines() if "chosen" in line]
+    # An adapter without effect gives both answers the probabilities that the base gives them.
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4)
     assert losses[-1] < 0.5
     assert "chosen preferred 100%" in log

@@ -61,12 +61,12 @@ class Bigrams:
 
 def examples() -> list[Tokens]:
     rng = np.random.default_rng(0)
-    made = []
+    texts = []
     for length in (3, 12, 5, 7, 2, 9, 11, 4):
         learnt = rng.random(length) < 0.5
         learnt[0], learnt[-1] = False, True
-        made.append(Tokens(rng.integers(0, VOCABULARY, length), learnt, (), 1))
-    return made
+        texts.append(Tokens(rng.integers(0, VOCABULARY, length), learnt, (), 1))
+    return texts
 
 
 def prepared(model: Bigrams, lines: list[str] | None = None, **settings: Any) -> PreparedTexts:
@@ -115,7 +115,7 @@ def table_after_step(batch_size: int, accumulation: int) -> tuple[npt.NDArray[np
 
 def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
     _, rows = table_after_step(1, 1)
-    assert rows == 5
+    assert rows == 5  # for 53 tokens, with up to 12 in a row
     in_one_batch, _ = table_after_step(rows, 1)
     row_by_row, _ = table_after_step(1, rows)
     np.testing.assert_allclose(row_by_row, in_one_batch, rtol=1e-5, atol=1e-6)

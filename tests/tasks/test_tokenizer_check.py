@@ -23,10 +23,10 @@ END, TURN, ADDED = WORDS, WORDS + 1, WORDS + 2
 def tokenizer() -> ChatTokenizer:
     from tokenizers import AddedToken, Tokenizer, models
 
-    made = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
-    made.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<turn>", special=True)])
-    made.add_tokens(["<think>"])
-    return ChatTokenizer(made, {"eos_token": "<end>"})
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
+    words.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<turn>", special=True)])
+    words.add_tokens(["<think>"])
+    return ChatTokenizer(words, {"eos_token": "<end>"})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from trainable_candle.tasks.speed import Work
 
 
 def work_without_blocks(*, layers: float, attention: float, kept: float) -> Work:
-    """Return work of which all other parts are zero. The arguments are fields of `Work`."""
+    """Return a `Work` with these three fields; its other fields are zero or False."""
     return Work(
         layers=layers,
         attention=attention,

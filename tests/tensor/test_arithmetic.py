@@ -165,10 +165,10 @@ def test_where_equals_that_of_numpy():
 
 
 def test_augmented_assignment_makes_a_new_tensor():
-    t = kept = tc.ones(2)
+    t = original = tc.ones(2)
     t += 1
     assert t.tolist() == [2, 2]
-    assert kept.tolist() == [1, 1]
+    assert original.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("op", [operator.add, operator.mul, operator.matmul, operator.lt])
