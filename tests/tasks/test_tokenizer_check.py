@@ -24,7 +24,7 @@ def tokenizer() -> ChatTokenizer:
     from tokenizers import AddedToken, Tokenizer, models
 
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
-    words.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<turn>", special=True)])
+    words.add_special_tokens([AddedToken(name, special=True) for name in ("<end>", "<turn>")])
     words.add_tokens(["<think>"])
     return ChatTokenizer(words, {"eos_token": "<end>"})
 

@@ -1,4 +1,4 @@
-"""What torch also has: random generators, `requires_grad`, devices, gradient modes, aliases."""
+"""Features with torch's names: generators, `requires_grad`, devices, gradient modes, aliases."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,6 +137,7 @@ def test_a_mode_decorates_functions_and_generator_functions(mode: Any) -> None:
             recorded_at_end.append(tc.is_grad_enabled())
         return "end"
 
+    # Yields the values of `steps`, then the value that it returns.
     def around() -> Iterator[Any]:
         yield (yield from steps())
 

@@ -33,9 +33,9 @@ def test_values_equal_those_of_gguf_bit_by_bit(format: str) -> None:
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
 def test_quantize_makes_the_blocks_that_gguf_makes(format: str) -> None:
     found = tc.quantize(tc.tensor(GOLDEN["weights"]), format)
-    made = found.tensors()
-    assert list(made) == ["codes"]
-    np.testing.assert_array_equal(made["codes"].numpy(), GOLDEN[f"{format}.made"].ravel())
+    parts = found.tensors()
+    assert list(parts) == ["codes"]
+    np.testing.assert_array_equal(parts["codes"].numpy(), GOLDEN[f"{format}.made"].ravel())
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k"])

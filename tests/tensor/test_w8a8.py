@@ -29,7 +29,8 @@ def nearest(x: Matrix, format: str) -> Matrix:
     """Round each element of x to the nearest number of the format, ties to even."""
     if format == "int8":
         return np.rint(x)
-    # E4M3: the least exponent of a normal number is -6, and the fraction has three bits.
+    # E4M3: the least exponent of a normal number is -6, and the fraction has three bits. The bound
+    # 2**-20 only avoids the logarithm of 0.
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
     step = 2.0 ** (exponent - 3)
     return np.rint(x / step) * step

@@ -13,8 +13,9 @@ from trainable_candle.text.templates import ChatTemplate
 from trainable_candle.text.tokenizer_files import copy_files
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
-# Templates for messages whose content is a text, a list of parts, or either of both. A letter that
-# tests put before a template shows which one was used.
+# The content of a message is a text or a list of parts. The templates TEXTS and PARTS read one of
+# these forms, and BOTH reads either. A letter that tests put before a template shows which template
+# was used.
 TEXTS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -32,7 +33,7 @@ BOTH = PARTS.replace(
 NAMED = [{"name": "default", "template": TEXTS}, {"name": "tool_use", "template": "T" + TEXTS}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ANSWER = {"role": "assistant", "content": "b"}
-ASKED = [{"role": "user", "content": "a"}]
+QUESTION = [{"role": "user", "content": "a"}]
 
 
 def text_parts(*texts: str) -> list[dict[str, str]]:
@@ -83,16 +84,16 @@ def test_the_template_is_the_one_that_transformers_chooses(
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     ours = ChatTokenizer.from_pretrained(path)
     for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template(ASKED, tools=tools, tokenize=False)
-        assert ours.render(ASKED, tools).text == expected
+        expected = theirs.apply_chat_template(QUESTION, tools=tools, tokenize=False)
+        assert ours.render(QUESTION, tools).text == expected
 
 
 def test_the_template_tool_use_is_for_conversations_with_tools(tmp_path: Path) -> None:
     ours = ChatTokenizer.from_pretrained(
         write_folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS, rag="R" + TEXTS)
     )
-    assert ours.render(ASKED, TOOLS).text == "Tuser: a<|im_end|>\n"
-    assert ours.render(ASKED).text == "user: a<|im_end|>\n"
+    assert ours.render(QUESTION, TOOLS).text == "Tuser: a<|im_end|>\n"
+    assert ours.render(QUESTION).text == "user: a<|im_end|>\n"
 
 
 def test_copied_folders_have_all_chat_templates(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_copied_folders_have_all_chat_templates(tmp_path: Path) -> None:
     (path / "copy").mkdir()
     copy_files(path, path / "copy")
     found = ChatTokenizer.from_pretrained(path / "copy")
-    assert found.render(ASKED, TOOLS).text.startswith("T")
+    assert found.render(QUESTION, TOOLS).text.startswith("T")
 
 
 @pytest.mark.parametrize("template", [TEXTS, PARTS, BOTH], ids=["texts", "parts", "both"])
@@ -134,7 +135,7 @@ def test_content_that_a_template_reads_is_passed_unchanged(
 
 
 def test_the_role_developer_becomes_system_in_templates_without_it() -> None:
-    row = {"messages": [{"role": "developer", "content": "be brief"}, *ASKED, ANSWER]}
+    row = {"messages": [{"role": "developer", "content": "be brief"}, *QUESTION, ANSWER]}
     form = form_of(row)
     assert form is not None
     chat = form.read(row)

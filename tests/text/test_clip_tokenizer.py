@@ -16,6 +16,8 @@ from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "transformers.json.gz"
 CASES: list[dict[str, Any]] = json.loads(gzip.decompress(GOLDEN.read_bytes()))["cases"]
+START, END = 49406, 49407
+"""The ids of the start and the end token."""
 MERGES = files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"
 
 
@@ -46,22 +48,21 @@ def test_padded_rows_equal_those_of_transformers(
     assert len(cases) > 60
     found = big_g([case["text"] for case in cases])
     np.testing.assert_array_equal(found, [case["big_g"] for case in cases])
-    assert big_g(["hello! !"])[0, :5].tolist() == [49406, *clip_l.encode("hello! !"), 49407]
+    assert big_g(["hello! !"])[0, :5].tolist() == [START, *clip_l.encode("hello! !"), END]
 
 
 def test_long_texts_are_divided_into_rows(big_g: CLIPTokenizer) -> None:
     # A row of 77 has a start token, up to 75 tokens of the text, an end token, and padding of 0.
-    start, end = 49406, 49407
     for case in CASES:
         rows = big_g.chunks(case["text"], most=4)
-        kept = case["ids"][: 4 * 75]
-        assert rows.shape == (max(1, -(-len(kept) // 75)), 77)
+        used_ids = case["ids"][: 4 * 75]
+        assert rows.shape == (max(1, -(-len(used_ids) // 75)), 77)
         content = [n for row in rows.tolist() for n in row[1:76]]
-        assert content[: len(kept)] == kept
-        assert (rows[:, 0] == start).all()
+        assert content[: len(used_ids)] == used_ids
+        assert (rows[:, 0] == START).all()
         for number, row in enumerate(rows.tolist()):
-            filled = min(75, len(kept) - 75 * number)
-            assert row[filled + 1 :] == [end] + [0] * (75 - filled)
+            filled = min(75, len(used_ids) - 75 * number)
+            assert row[filled + 1 :] == [END] + [0] * (75 - filled)
         assert big_g.chunks(case["text"], most=1).tolist() == rows[:1].tolist()
 
 
@@ -79,7 +80,10 @@ def vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def write_slow(folder: Path, **settings: Any) -> dict[str, int]:
-    """Write a small vocabulary, its merges and `settings` to a folder; return the token ids."""
+    """Write a small vocabulary, its merges and `settings` to a folder; return the token ids.
+
+    transformers calls a tokenizer of these files slow, and one of tokenizer.json fast.
+    """
     ids, merges = vocabulary()
     folder.mkdir(exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")

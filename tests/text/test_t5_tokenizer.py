@@ -133,7 +133,8 @@ def test_added_tokens_are_read_if_their_numbers_follow_the_others(
 
 def test_tokenizer_json_may_have_no_normalizer(tmp_path: Path) -> None:
     tokenizer = write_and_read(tmp_path, tokenizer_json(normalizer=None))
-    assert tokenizer.encode("a cat") == [3, 9, 1712]
+    assert tokenizer.encode("a cat") == [3, 9, 1712]  # the pieces `▁`, `a` and `▁cat`
+    # Without a normalizer, the full-width letter is unknown text.
     assert tokenizer.encode("\uff41") == [3, 2]
 
 
