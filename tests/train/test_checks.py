@@ -65,6 +65,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
     "settings",
     [
         {"random_crops": 9, "crop": "random"},
+        # These two settings need a GPU, but with these values they stream nothing on any device.
         {"device": "cpu", "stream_blocks": 0, "stream_modulation": False},
         {"caption_separator": "|", "trigger": "sks"},
         {"caption_separator": "|", "dataset": "list.yaml"},
@@ -89,8 +90,10 @@ def test_text_that_is_not_utf_8_is_rejected() -> None:
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "peft", "comfyui"])
 @pytest.mark.parametrize(
     ("kind", "side"),
-    [*((kind, None) for kind in ("lora", "dora", "loha", "lokr", "oft"))]
-    + [("oft", side) for side in OFT_SIDES],
+    [
+        *((kind, None) for kind in ("lora", "dora", "loha", "lokr", "oft")),
+        *(("oft", side) for side in OFT_SIDES),
+    ],
 )
 @pytest.mark.parametrize("parts", [1, 3])
 def test_checks_reject_exactly_the_formats_that_the_writer_rejects(
@@ -134,12 +137,15 @@ def rejects(action: Callable[[], object]) -> bool:
     [
         (
             {"target_modules": ["to_q", "nothing"]},
-            r"--target-modules: `nothing` is not a layer \(lay",
+            r"--target-modules: `nothing` is not a layer \(layers are called",
         ),
         ({"target_modules": ["to_q("]}, r"--target-modules: `to_q\(` is not a regular expression"),
         ({"exclude_modules": ["proj_out"]}, "`proj_out` is none of the layers that get adapters"),
         ({"exclude_modules": ["all-linear"]}, "no layer is left"),
-        ({"initial_adapter": "none"}, "--initial-adapter: there is no file or folder none"),
+        (
+            {"initial_adapter": "missing"},
+            "--initial-adapter: there is no file or folder missing",
+        ),
         (
             {"format": "comfyui"},
             "--format comfyui cannot represent the layers of the model `digits`",
@@ -151,7 +157,7 @@ def rejects(action: Callable[[], object]) -> bool:
 def test_settings_that_do_not_suit_the_model_are_rejected_before_images_are_read(
     config: TrainConfig, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    without_images = config.with_(dataset=str(tmp_path / "none"), **settings)
+    without_images = config.with_(dataset=str(tmp_path / "missing"), **settings)
     with pytest.raises((ConfigError, FileNotFoundError), match=message):
         train_adapter(without_images, progress=False, report=lambda _: None)
     assert not Path(config.output).exists()

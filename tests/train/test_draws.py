@@ -88,14 +88,18 @@ def test_views_and_captions_of_a_sample_do_not_depend_on_its_batch(tmp_path: Pat
         return [found[sample] for sample in range(24)]
 
     expected = seen(1)
+    # Crops, flips and captions are random, so that most samples differ.
     assert len(set(expected)) > 12
     assert seen(2) == seen(4) == seen(4, backwards=True) == seen(1, backwards=True) == expected
 
 
 class Stop(Callback):
-    """Draws from the library's generator after every step, and stops the run after step `after`."""
+    """Draws from the library's generator after every step, and stops the run after step `after`.
 
-    def __init__(self, after: int) -> None:
+    If `after` is None, the run is not stopped.
+    """
+
+    def __init__(self, after: int | None) -> None:
         self.after = after
 
     def on_step_end(self, trainer: Trainer[Any], report: Any) -> None:
@@ -104,14 +108,16 @@ class Stop(Callback):
             trainer.stop()
 
 
-class Source:
-    """Batches of a user; they draw from the library's generator."""
+class RandomBatches:
+    """Batches, as a user might define them, that draw from the library's generator."""
 
     def batch(self, index: int) -> tc.Tensor:
         return tc.rand((1,)) + index
 
 
-def make_trainer(output: Path | None, accumulation: int, steps: int, stop: int = 99) -> Any:
+def make_trainer(
+    output: Path | None, accumulation: int, steps: int, stop_after: int | None = None
+) -> Any:
     """Return a trainer, and the list to which its loss appends the three draws of each batch."""
     seen: list[tuple[float, float, float]] = []
     weight = tc.Var([1.0])
@@ -125,12 +131,12 @@ def make_trainer(output: Path | None, accumulation: int, steps: int, stop: int =
         loss,
         {"weight": weight},
         tc.optim.SGD([weight], lr=0.01),
-        Source(),
+        RandomBatches(),
         inputs=lambda batch: {"batch": batch, "noise": tc.randn((1,))},
         steps=steps,
         gradient_accumulation=accumulation,
         output=output,
-        callbacks=[Stop(stop)],
+        callbacks=[Stop(stop_after)],
         seed=5,
     )
     return trainer, seen
@@ -139,16 +145,17 @@ def make_trainer(output: Path | None, accumulation: int, steps: int, stop: int =
 def test_random_numbers_in_a_loss_depend_on_the_number_of_the_batch(tmp_path: Path) -> None:
     unaccumulated, expected = make_trainer(None, 1, 12)
     assert unaccumulated.train()
-    assert len({value for row in expected for value in row}) == 36
+    assert len({value for row in expected for value in row}) == 12 * 3
     for accumulation in (2, 3, 4):
         trainer, seen = make_trainer(None, accumulation, 12 // accumulation)
         tc.manual_seed(accumulation)
         state = tc.get_rng_state()
         assert trainer.train()
         assert seen == expected
-        # Only the draws of `Stop`, one for each step, advance the library's generator.
+        # The second number of a state is a position in the sequence of random numbers. Only the
+        # draws of `Stop` advance it, by one for each step.
         assert tc.get_rng_state() == (state[0], 12 // accumulation)
-    interrupted, before = make_trainer(tmp_path, 2, 6, stop=2)
+    interrupted, before = make_trainer(tmp_path, 2, 6, stop_after=2)
     assert not interrupted.train()
     resumed, after = make_trainer(tmp_path, 2, 6)
     resumed.resume(tmp_path / "checkpoint-000002")
@@ -159,7 +166,7 @@ def test_random_numbers_in_a_loss_depend_on_the_number_of_the_batch(tmp_path: Pa
 def test_without_a_seed_draws_depend_on_the_seed_of_the_generator() -> None:
     def first_draw(seed: int) -> float:
         tc.manual_seed(seed)
-        tc.rand((seed,))
+        tc.rand((seed,))  # Draws before the training have no effect on it.
         seen: list[float] = []
         weight = tc.Var([1.0])
 
@@ -167,9 +174,11 @@ def test_without_a_seed_draws_depend_on_the_seed_of_the_generator() -> None:
             seen.append(tc.rand(()).item())
             return weight.sum()
 
-        Trainer(loss, {"w": weight}, tc.optim.SGD([weight], lr=0.1), Source(), steps=1).train()
+        optimizer = tc.optim.SGD([weight], lr=0.1)
+        Trainer(loss, {"w": weight}, optimizer, RandomBatches(), steps=1).train()
         return seen[0]
 
+    # The loss of batch 0 draws from the stream for the purpose "pass" and the number 0.
     assert first_draw(8) == first_draw(8) == drawn(8, "pass", 0, lambda: tc.rand(()).item())
     assert first_draw(8) != first_draw(9)
 
@@ -183,6 +192,7 @@ def test_a_stream_affects_only_its_thread_and_its_function() -> None:
         thread = threading.Thread(target=lambda: elsewhere.append(tc.rand(()).item()))
         thread.start()
         thread.join()
+        # A checkpoint calls its function twice, and both calls draw.
         tc.checkpoint(lambda x: x * tc.rand(()), tc.Var(1.0)).backward()
         return [before, tc.rand(()).item()]
 

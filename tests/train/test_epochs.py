@@ -13,8 +13,9 @@ from trainable_candle.train.logs import read_json_log
 
 
 def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
-    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches. A step takes two batches, so the
-    # epochs are complete after 2, 5, 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
+    # 10 items in batches of 4: a batch with items of two epochs counts to the second, so the epochs
+    # have 2, 3, 2, 3 and 2 batches. A step takes two batches. The epochs are complete after 2, 5,
+    # 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
     ends_any = epochs.ends(1)
@@ -24,10 +25,13 @@ def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
     # A later call may ask for an earlier step, as after a resume.
     assert epochs.completed(2) == 1
     assert epochs.at(0) == 0
+    # After two steps, 2 of the 3 batches of the second epoch have been used.
     assert epochs.at(2) == pytest.approx(1 + 2 / 3)
 
 
 def test_several_epochs_can_end_at_one_step() -> None:
+    # 2 items in batches of 8: each batch has four epochs. It counts to the last of them, and so the
+    # three others have no batch and are complete before it.
     epochs = Epochs(ShuffledBatches(2, 8, seed=0).first_batch, accumulation=1)
     assert epochs.completed(0) == 3
     assert epochs.ends(1)(1)
@@ -69,7 +73,7 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
     )
     assert run.adapter_path == run.output / "digit.safetensors"
     assert run.adapter_path.is_file()
-    # Row n is about step n + 1.
+    # Row n has the values of step n + 1.
     rows = read_json_log(run.output / JSON_LOG)
     assert rows[per_epoch]["epoch"] == pytest.approx(epochs.at(per_epoch + 1), abs=1e-4)
     assert all(row["per_second"] > 0 for row in rows if "loss" in row)

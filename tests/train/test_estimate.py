@@ -64,8 +64,8 @@ def test_estimated_activations_match_the_tape(
     if checkpointing == "full":
         # The estimate also includes the one block that the backward pass recomputes at a time. It
         # needs less than all blocks without checkpointing; 20 % is the tolerance.
-        most = saved + 1.2 * activations_without_checkpointing(base, digits_folder, batch_size)
-        assert saved < estimated < most
+        limit = saved + 1.2 * activations_without_checkpointing(base, digits_folder, batch_size)
+        assert saved < estimated < limit
     else:
         assert estimated == pytest.approx(saved, rel=0.2)
 
@@ -99,6 +99,7 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
 
     plain, items = measured()
     assert "model rounded weights" not in items
+    # The linear layers of attention are 128 x 128, because 2 heads of 64 features make 128.
     rounded, items = measured(qat=grid)
     # The item also counts three f32 buffers of one 128 x 128 layer: the weight, the weight plus the
     # adapter's product, and the gradient.
@@ -169,12 +170,12 @@ def check_parameters_and_states(base: Path, digits_folder: Path, **settings: Any
         {"": model.add_adapter(adapter_config(config, Digits.targets, Digits.formats))}
     )
     parameters = adapters.named_parameters().values()
-    held = sum(var.nbytes for var in parameters)
+    parameter_bytes = sum(var.nbytes for var in parameters)
     # With stochastic rounding, the parameters are bf16. The model computes with copies in f32, of
     # twice the size.
-    copies = 2 * held if config.stochastic_rounding else 0
-    assert estimated["model adapter"] == held + copies
-    assert estimated["model gradients"] == held
+    copies = 2 * parameter_bytes if config.stochastic_rounding else 0
+    assert estimated["model adapter"] == parameter_bytes + copies
+    assert estimated["model gradients"] == parameter_bytes
     assert estimated["model weights"] == sum(t.nbytes for t in model.named_tensors().values())
     optimizer = make_optimizer(config, adapters.groups(config))
     for var in parameters:
@@ -196,7 +197,8 @@ def test_the_table_names_every_item() -> None:
 
 
 def test_the_last_line_of_the_table_names_the_memory_of_the_gpu_and_of_the_host() -> None:
-    # 200 MiB for the interpreter and libraries are added to the 1 GiB of training.
+    # 200 MiB for the interpreter and libraries are added to the 1 GiB of training. In the memory of
+    # the host, 5 << 29 bytes are 2.5 GiB.
     phases = {"caching": [Item("vae", "weights", 3 << 20)], "training": [Item("", "", 1 << 30)]}
     *_, last = Estimate(phases, on_gpu=True, host=5 << 29).table()
     assert last == "GPU memory at most: 1.20 GiB, while training, and 2.50 GiB in host memory"

@@ -28,7 +28,7 @@ NO_PREVIEWS: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sampl
 
 @pytest.fixture
 def everything(config: TrainConfig) -> TrainConfig:
-    """A run with averages of the adapter, validation, previews, checkpoints and kept adapters."""
+    """Return settings with averages of the adapter, validation, previews and saved adapters."""
     return config.with_(
         validation_split=0.3,
         validate_every=4,
@@ -65,8 +65,9 @@ def test_a_run_writes_previews_adapters_and_validation_losses(
     assert sorted(path.name for path in (output / SAMPLES).glob("*.png")) == names
     start, end = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
     assert start.shape[1] > 64
-    kept = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
-    assert [path.name for path in step_adapters(output)] == kept
+    # Of the adapters of steps 2, 4, 6, 8 and 10, the run keeps the last three.
+    newest = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
+    assert [path.name for path in step_adapters(output)] == newest
     assert list(validation_losses(everything.output)) == [0, 4, 8, 12]
     assert not np.array_equal(start, end)
 
@@ -110,16 +111,16 @@ def test_a_run_with_everything_resumes_bit_for_bit(
     everything: TrainConfig, train: Train, tmp_path: Path, stop_after: int
 ) -> None:
     expected = train(everything)
-    broken = everything.with_(output=str(tmp_path / "broken"))
-    train(broken, StopAfter(stop_after))
-    assert train(broken.with_(resume="latest")) == expected
-    assert validation_losses(broken.output) == validation_losses(everything.output)
-    unbroken, resumed = Path(everything.output), Path(broken.output)
-    assert files(unbroken / SAMPLES, "*.png") == files(resumed / SAMPLES, "*.png")
-    for name in (ADAPTER, best_path(unbroken).name):
+    interrupted = everything.with_(output=str(tmp_path / "interrupted"))
+    train(interrupted, StopAfter(stop_after))
+    assert train(interrupted.with_(resume="latest")) == expected
+    assert validation_losses(interrupted.output) == validation_losses(everything.output)
+    uninterrupted, resumed = Path(everything.output), Path(interrupted.output)
+    assert files(uninterrupted / SAMPLES, "*.png") == files(resumed / SAMPLES, "*.png")
+    for name in (ADAPTER, best_path(uninterrupted).name):
         first, second = (
             {key: tensor.tolist() for key, tensor in tc.load_file(folder / name).items()}
-            for folder in (unbroken, resumed)
+            for folder in (uninterrupted, resumed)
         )
         assert first == second
 
@@ -130,7 +131,7 @@ def test_validation_repeats_its_noise_and_keeps_the_generator_state(
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
     task = Digits(digits_base, "f32", "cpu", config).task()
     data = task.read(print)
-    assert (len(data.train), len(data.validation or ())) == (6, 4)
+    assert (len(data.train), len(data.validation or ())) == (6, 4)  # of 10 images
     prepared = task.prepare(data, print).validation
     assert prepared is not None
     state = tc.get_rng_state()
@@ -163,6 +164,7 @@ def test_a_split_depends_on_the_seed_and_leaves_no_part_empty(
 
     assert held_out(validation_split=0.4) == held_out(validation_split=0.4, steps=5)
     assert held_out(validation_split=0.4) != held_out(validation_split=0.4, seed=1)
+    # Of 10 images, at least one is for validation and at least one is for training.
     assert len(held_out(validation_split=0.001)) == 1
     assert len(held_out(validation_split=0.999)) == 9
 
@@ -223,6 +225,7 @@ def test_a_damaged_state_of_the_validation_is_an_error(
 ) -> None:
     train(everything, StopAfter(8))
     path = Path(everything.output) / "checkpoint-000008" / "validation.json"
+    # The file names the step of the best of the validations so far.
     assert json.loads(path.read_text())["step"] in {4, 8}
     path.write_text("{}")
     with pytest.raises(tc.WeightsFormatError, match=r"is damaged: validation\.json: "):
@@ -282,7 +285,7 @@ def test_the_average_of_a_schedule_free_optimizer_is_saved(
 
 
 def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, train: Train) -> None:
-    expected = train(schedule_free.with_(output=f"{schedule_free.output}-unbroken"))
+    expected = train(schedule_free.with_(output=f"{schedule_free.output}-uninterrupted"))
     train(schedule_free, StopAfter(5))
     assert train(schedule_free.with_(resume="latest")) == expected
 

@@ -104,7 +104,7 @@ def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
 def test_recorded_steps_equal_eager_ones_bit_for_bit(
     gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
 ) -> None:
-    """The run has dropout, a schedule and clipping."""
+    """The settings include dropout, a schedule and clipping of gradients."""
     config = config.with_(device=gpu, gradient_accumulation=accumulation)
     eager = train(config.with_(cuda_graphs=0))
     assert train(config.with_(output=str(tmp_path / "recorded"))) == eager
@@ -125,9 +125,9 @@ def test_a_run_continues_on_another_device(
 
     expected = values(train(config))
     for device, other in ((gpu, "cpu"), ("cpu", gpu)):
-        broken = config.with_(output=str(tmp_path / device))
-        train(broken.with_(device=device), StopAfter5())
-        found = values(train(broken.with_(device=other, resume="latest")))
+        interrupted = config.with_(output=str(tmp_path / device))
+        train(interrupted.with_(device=device), StopAfter5())
+        found = values(train(interrupted.with_(device=other, resume="latest")))
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
 
 
@@ -272,7 +272,7 @@ def test_a_profile_counts_the_launches_of_each_kernel(gpu: str) -> None:
             x = (x @ x).sigmoid()
     products = [kernel for kernel in profile.kernels if kernel.name.startswith("gemm")]
     assert sum(kernel.count for kernel in products) == 300
-    # Each pass of the loop launches a product and a sigmoid.
+    # Each iteration of the loop launches a product and a sigmoid.
     assert profile.launches == 600
     assert all(0 < kernel.milliseconds < 1000 for kernel in profile.kernels)
     assert str(profile).count("launches") == 1

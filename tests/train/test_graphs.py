@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: which are recorded, which are kept, and when graphs are given up.
+"""Forward and backward passes as CUDA graphs: which are recorded, which are kept, and when no more.
 
 A stand-in replaces `tc.cuda.capture`, so the tests need no GPU.
 """
@@ -20,18 +20,19 @@ Inputs = Mapping[str, tc.Tensor]
 class Recordings:
     """A stand-in for `tc.cuda.capture`.
 
-    `made` has the input shapes of each captured graph. `calls` has an entry for each call of a
-    graph: the index of that graph in `made`. If `out_of_memory` is set, each call fails.
+    `captured_shapes` has the input shapes of each captured graph. `calls` has an entry for each
+    call of a graph: the index of that graph in `captured_shapes`. If `out_of_memory` is set, each
+    call fails.
     """
 
     def __init__(self) -> None:
-        self.made: list[list[tuple[int, ...]]] = []
+        self.captured_shapes: list[list[tuple[int, ...]]] = []
         self.calls: list[int] = []
         self.out_of_memory = False
 
     def capture(self, function: Callable[..., Any], inputs: list[tc.Tensor]) -> Callable[..., Any]:
-        number = len(self.made)
-        self.made.append([tuple(tensor.shape) for tensor in inputs])
+        number = len(self.captured_shapes)
+        self.captured_shapes.append([tuple(tensor.shape) for tensor in inputs])
 
         def call(*given: tc.Tensor) -> Any:
             if self.out_of_memory:
@@ -64,18 +65,18 @@ def test_each_shape_has_one_graph_for_first_and_one_for_later_batches(
     graphs = PassGraphs(total, 8)
     found = [graphs(ones(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
     assert found == [102.0, 2.0, 103.0] * 2
-    assert recordings.made == [[(2,)], [(2,)], [(3,)]]
+    assert recordings.captured_shapes == [[(2,)], [(2,)], [(3,)]]
     assert recordings.calls == [0, 1, 2] * 2
     # More inputs need another graph.
     graphs({**ones(2), "mask": tc.ones((1,))}, True)
-    assert recordings.made[-1] == [(2,), (1,)]
+    assert recordings.captured_shapes[-1] == [(2,), (1,)]
 
 
 def test_only_the_most_recently_used_graphs_are_kept(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     for size in (1, 2, 1, 3, 1, 2):
         graphs(ones(size), True)
-    assert recordings.made == [[(1,)], [(2,)], [(3,)], [(2,)]]
+    assert recordings.captured_shapes == [[(1,)], [(2,)], [(3,)], [(2,)]]
 
 
 def test_after_stop_passes_run_without_graphs(recordings: Recordings) -> None:
@@ -123,6 +124,7 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
     def capture(function: Callable[..., Any], _inputs: list[tc.Tensor]) -> Callable[..., Any]:
         def call(*given: tc.Tensor) -> Any:
             result = function(*given)
+            # Fail after the passes of the second batch.
             if next(call_numbers) == 2:
                 raise OutOfMemoryError("capture: there is no memory for a copy of the result")
             return result
@@ -142,4 +144,4 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
 def test_a_limit_of_zero_records_no_graph(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 0)
     assert graphs(ones(1), False).item() == 1.0
-    assert not recordings.made
+    assert not recordings.captured_shapes

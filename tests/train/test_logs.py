@@ -16,23 +16,24 @@ from trainable_candle.train import JsonLog, StepReport, TensorBoardLog
 from trainable_candle.train.logs import read_json_log, read_log
 
 
-def at(step: int) -> Any:
+def trainer_at(step: int) -> Any:
     """Return a stand-in for a trainer that has taken `step` of 10 steps."""
     return SimpleNamespace(step=step, steps=10)
 
 
 def report(step: int, grad_norm: float = 1.5) -> StepReport:
+    """Return the report of a step; its loss needs all 17 digits, so that rounding would show."""
     return StepReport(step, 0.1 + 0.2, 1e-4, grad_norm, 0.25)
 
 
 def log_steps(callback: JsonLog | TensorBoardLog, start: int, end: int) -> None:
     """Log steps `start` + 1 to `end`, and a validation loss after each even step."""
-    callback.on_train_begin(at(start))
+    callback.on_train_begin(trainer_at(start))
     for step in range(start + 1, end + 1):
-        callback.on_step_end(at(step), report(step))
+        callback.on_step_end(trainer_at(step), report(step))
         if step % 2 == 0:
-            callback.on_metrics(at(step), {"validation_loss": float(step)})
-    callback.on_train_end(at(end))
+            callback.on_metrics(trainer_at(step), {"validation_loss": float(step)})
+    callback.on_train_end(trainer_at(end))
 
 
 def test_every_line_of_the_json_log_is_an_object_with_a_step(tmp_path: Path) -> None:
@@ -48,27 +49,28 @@ def test_every_line_of_the_json_log_is_an_object_with_a_step(tmp_path: Path) -> 
 def test_non_finite_numbers_are_null_in_the_json_log(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     callback = JsonLog(path)
-    callback.on_train_begin(at(0))
-    callback.on_step_end(at(1), report(1, grad_norm=float("inf")))
+    callback.on_train_begin(trainer_at(0))
+    callback.on_step_end(trainer_at(1), report(1, grad_norm=float("inf")))
     assert '"grad_norm": null' in path.read_text()
 
 
 def test_a_resumed_run_continues_the_json_log_from_its_step(tmp_path: Path) -> None:
-    path, unbroken = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    log_steps(JsonLog(unbroken), 0, 8)
+    path, uninterrupted = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    log_steps(JsonLog(uninterrupted), 0, 8)
     log_steps(JsonLog(path), 0, 7)
+    # The first run stops while it writes the line of step 8, and resumes after step 4.
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
     log_steps(JsonLog(path), 4, 8)
-    assert path.read_text() == unbroken.read_text()
+    assert path.read_text() == uninterrupted.read_text()
 
 
 def test_a_new_run_empties_the_json_log(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     callback = JsonLog(path)
-    callback.on_train_begin(at(0))
-    callback.on_metrics(at(0), {"validation_loss": 1.0})
-    callback.on_train_begin(at(0))
+    callback.on_train_begin(trainer_at(0))
+    callback.on_metrics(trainer_at(0), {"validation_loss": 1.0})
+    callback.on_train_begin(trainer_at(0))
     assert path.read_text() == ""
 
 
@@ -76,7 +78,7 @@ def test_lines_without_a_step_are_left_out_and_a_missing_file_has_none(tmp_path:
     path = tmp_path / "a.jsonl"
     path.write_text('[1]\n{"a": 1}\n{"step": "x"}\nnothing\n{"step": 3}\n')
     assert read_json_log(path) == [{"step": 3}]
-    assert read_json_log(tmp_path / "none.jsonl") == []
+    assert read_json_log(tmp_path / "missing.jsonl") == []
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:

@@ -66,9 +66,9 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     assert found.keys() == expected.keys()
     # peft trains all vectors, and so also the magnitudes of DoRA, at the rate of B. The paper
     # defines LoRA+ for the factors alone, so here the magnitudes train at the rate of A.
-    magnitudes = {name for name in found if "magnitude" in name}
+    magnitudes = {name: found.pop(name) for name in list(found) if "magnitude" in name}
     assert bool(magnitudes) == (kind == "dora")
-    assert {found.pop(name) for name in magnitudes} <= {1e-3}
+    assert all(rate == 1e-3 for rate in magnitudes.values())
     assert found == {name: expected[name] for name in found}
     assert set(found.values()) == {1e-3, 1e-3 * RATIO}
 
@@ -84,10 +84,10 @@ def test_the_ratio_multiplies_the_rate_of_text_encoders_and_of_the_unet() -> Non
             assert rate == pytest.approx(base_rate * (4 if "lora_B" in name else 1)), name
 
 
-class Updates(Callback):
+class UpdateChecker(Callback):
     """Compares each update with the formula of gradient descent.
 
-    `largest` has the largest update of each part of the adapters, such as `lora_A`.
+    `largest` has the largest update of each kind of parameter, such as `lora_A`.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class Updates(Callback):
             expected = rate * gradient.numpy()
             after = var.numpy().copy()
             np.testing.assert_allclose(before - after, expected, rtol=1e-3, atol=1e-6)
-            part = name.split(".")[-2]
-            self.largest[part] = max(self.largest.get(part, 0.0), float(np.abs(expected).max()))
+            kind = name.split(".")[-2]
+            self.largest[kind] = max(self.largest.get(kind, 0.0), float(np.abs(expected).max()))
             self._before[name] = after
 
 
@@ -115,11 +115,11 @@ def test_updates_have_the_scheduled_rates(config: TrainConfig, kind: str) -> Non
     config = config.with_(
         adapter=kind, optimizer="sgd", learning_rate=0.1, weight_decay=0, lora_plus_ratio=RATIO
     )
-    updates = Updates()
+    updates = UpdateChecker()
     lines: list[str] = []
     train_adapter(config, callbacks=[updates], progress=False, report=lines.append)
     assert "LoRA+: the factors B have 16 times the learning rate of the other parameters" in lines
-    # The parts are A, B and, with DoRA, the magnitudes.
+    # The kinds of parameters are A, B and, with DoRA, the magnitudes. All of them are trained.
     assert len(updates.largest) == (3 if kind == "dora" else 2)
     assert min(updates.largest.values()) > 1e-4
 
@@ -129,7 +129,7 @@ def test_updates_have_the_scheduled_rates(config: TrainConfig, kind: str) -> Non
 def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
     config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
 ) -> None:
-    """B changes as at a learning rate `ratio` times as large, and A as without the ratio.
+    """B gets the update of a learning rate `ratio` times as large; A gets that without a ratio.
 
     This holds only in the first step: later gradients of A depend on B, which starts at zero.
     """
@@ -155,11 +155,12 @@ def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
 
     config = config.with_(adapter=kind, lora_plus_ratio=RATIO, learning_rate=1e-3)
     expected = train(config)
-    broken = config.with_(output=str(tmp_path / "broken"))
-    train(broken, StopAfter7())
-    assert train(broken.with_(resume="latest")) == expected
+    interrupted = config.with_(output=str(tmp_path / "interrupted"))
+    train(interrupted, StopAfter7())
+    assert train(interrupted.with_(resume="latest")) == expected
+    # The finished run of 12 steps can only resume with more steps.
     with pytest.raises(tc.WeightsFormatError, match="resume with the settings that the run was"):
-        train(broken.with_(resume="latest", lora_plus_ratio=1, steps=13))
+        train(interrupted.with_(resume="latest", lora_plus_ratio=1, steps=13))
 
 
 def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) ->
         precision="f32", optimizer="sgd", learning_rate=0.1, weight_decay=0, steps=3,
         lora_plus_ratio=RATIO,
     )  # fmt: skip
-    updates = Updates()
+    updates = UpdateChecker()
     train_adapter(config, callbacks=[updates], progress=False, report=lambda _: None)
     assert min(updates.largest.values()) > 1e-6
 

@@ -81,7 +81,7 @@ def test_stamp_leaves_a_file_without_metadata_as_it_is_and_ignores_a_missing_fil
     tc.save_file({"x": tc.ones(3)}, path)
     before = path.read_bytes()
     stamp(path)
-    stamp(tmp_path / "none.safetensors")
+    stamp(tmp_path / "missing.safetensors")
     assert path.read_bytes() == before
 
 
@@ -91,6 +91,7 @@ def test_metadata_of_a_dataset_has_its_folders_tags_and_buckets(digits_folder: P
     count = len(list(digits_folder.glob("*.png")))
     name = digits_folder.name
     assert json.loads(found["ss_dataset_dirs"]) == {name: {"n_repeats": 2, "img_count": count}}
+    # Each caption is a single tag.
     assert sum(json.loads(found["ss_tag_frequency"])[name].values()) == count
     buckets = json.loads(found["ss_bucket_info"])["buckets"]
     assert buckets == {"0": {"resolution": [8, 8], "count": count}}

@@ -47,15 +47,18 @@ def test_noise_target_and_weight_are_those_of_diffusers(
 def test_settings_reach_the_objective() -> None:
     schedule = NoiseSchedule()
     latents = tc.randn((200, 4, 2, 2))
+    # The median noise level t is sigmoid(3) = 0.953. The shift makes it 3 t / (1 + 2 t) = 0.984.
     late = DiffusionObjective(
         schedule, timesteps="logit_normal", logit_mean=3.0, logit_std=0.5, shift=3.0
     )
     assert late.noise(latents).timesteps.numpy().mean() > 900
+    # `max_timestep` is exclusive.
     narrow = DiffusionObjective(schedule, min_timestep=5, max_timestep=7)
     assert set(narrow.noise(latents).timesteps.tolist()) == {5, 6}
     bright = DiffusionObjective(schedule, noise_offset=50.0)
     assert np.abs(bright.noise(latents).target.numpy()).max() > 20
-    # The losses of an error of 2.
+    # The losses of an error of 2. For errors above delta, the Huber loss is
+    # delta * (error - delta / 2), and the smooth L1 loss is the Huber loss divided by delta.
     for loss, delta, expected in (
         ("mse", 0.1, 4.0),
         ("l1", 0.1, 2.0),
@@ -122,7 +125,8 @@ def enlarged(image: Array, size: tuple[int, int]) -> Array:
 def test_multiresolution_noise_follows_kohyas_formula_in_training_only(
     height: int, width: int
 ) -> None:
-    seed, discount, samples = 5, 0.7, [3, 9]
+    seed, discount = 5, 0.7
+    samples = [3, 9]  # the numbers of two samples
     latents = tc.zeros((len(samples), 4, height, width))
 
     def noise(**settings: float) -> Array:
@@ -180,7 +184,7 @@ def test_schedules_are_read_and_wrong_schedules_and_losses_are_rejected(tmp_path
     with pytest.raises(ConfigError, match=r"scheduler_config\.json: .*sigmoid"):
         NoiseSchedule.from_pretrained(tmp_path)
     with pytest.raises(MissingFileError):
-        NoiseSchedule.from_pretrained(tmp_path / "nothing")
+        NoiseSchedule.from_pretrained(tmp_path / "missing")
     with pytest.raises(ArgumentError, match="beta_schedule"):
         NoiseSchedule("cosine")
     with pytest.raises(ArgumentError, match="v_prediction"):

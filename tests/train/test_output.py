@@ -36,13 +36,13 @@ with held(Path(sys.argv[1]), "x"):
 def test_a_second_run_is_rejected_while_the_first_is_running(config: TrainConfig) -> None:
     messages = []
 
-    class Second(Callback):
+    class SecondRun(Callback):
         def on_train_begin(self, trainer: object) -> None:  # noqa: ARG002
             with pytest.raises(ConfigError) as caught:
                 train_adapter(config, progress=False, report=lambda _: None)
             messages.append(str(caught.value))
 
-    train_adapter(config, callbacks=[Second()], progress=False, report=lambda _: None)
+    train_adapter(config, callbacks=[SecondRun()], progress=False, report=lambda _: None)
     assert len(messages) == 1
     assert f"output: {config.output} is in use by process " in messages[0]
     assert not (Path(config.output) / LOCK).exists()
@@ -56,6 +56,7 @@ def test_a_run_does_not_write_into_its_own_data_sets(config: TrainConfig, tmp_pa
     for setting, data, output in (
         ("dataset", folder, folder),
         ("dataset", log, log.parent),
+        # Another spelling of the same folder.
         ("validation_dataset", log, log.parent / "." / "x" / ".."),
     ):
         overlapping = config.with_(**{setting: str(data), "output": str(output)})
@@ -94,7 +95,7 @@ def test_the_output_of_a_run_is_accepted_as_an_adapter_but_not_as_weights_or_set
     for folder, message in (
         (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
         (Path(config.dataset), "is a folder without adapters; give an adapter file, or the output"),
-        (output.parent / "none", "there is no file or folder"),
+        (output.parent / "missing", "there is no file or folder"),
     ):
         with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
             existing_adapter("adapter", folder)

@@ -55,7 +55,7 @@ def test_wrong_settings_of_a_prompt_are_reported(text: str, message: str) -> Non
         parse_prompt("a --w 8", SampleOptions())
 
 
-def test_a_file_of_another_kind_is_rejected_and_a_prompt_may_name_one(tmp_path: Path) -> None:
+def test_a_json_file_of_prompts_is_rejected_but_a_prompt_may_end_with_json(tmp_path: Path) -> None:
     path = tmp_path / "prompts.JSON"
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"prompts are not read from .*prompts\.JSON"):
@@ -79,7 +79,7 @@ def test_a_file_of_prompts_is_replaced_by_its_lines_and_rejected_if_empty_or_mis
     with pytest.raises(ConfigError, match="has no prompt; expected one on each line"):
         expanded([str(path)])
     with pytest.raises(MissingFileError, match="--prompt: there is no file"):
-        expanded([str(tmp_path / "none.txt")], "--prompt")
+        expanded([str(tmp_path / "missing.txt")], "--prompt")
 
 
 def test_an_image_has_its_settings_in_a1111s_format() -> None:
@@ -117,7 +117,7 @@ def test_the_sheet_and_page_show_previews_by_step(tmp_path: Path) -> None:
     assert page.index("step-001400-1.png") < page.index("step-000000-1.png")
     # The sheet has at most 12 columns. Its thumbnails are 192 px wide at most; they are 128 px high
     # for the first prompt and 64 px high for the second. Each row has a line of text of 14 px. The
-    # gaps between columns are 4 px.
+    # steps are in another line of 14 px above the rows, followed by a gap. All gaps are 4 px.
     with Image.open(tmp_path / SHEET) as sheet:
         assert sheet.size == (12 * (192 + 4) + 4, 18 + (128 + 14) + (64 + 14))
 

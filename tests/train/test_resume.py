@@ -1,4 +1,4 @@
-"""A resumed run equals an unbroken one, bit for bit (CPU, f32).
+"""A resumed run equals an uninterrupted one, bit for bit (CPU, f32).
 
 A change of the adapter is rejected. A change of another setting that affects results is reported.
 """
@@ -77,26 +77,26 @@ class Problem:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     config = TrainConfig(optimizer=optimizer, learning_rate=1e-2, seed=3)
-    unbroken = Problem(config, tmp_path / "unbroken")
-    assert unbroken.trainer.train()
+    uninterrupted = Problem(config, tmp_path / "uninterrupted")
+    assert uninterrupted.trainer.train()
     untrained = Problem(config, tmp_path / "untrained").bits()
-    assert all(untrained[name] != trained for name, trained in unbroken.bits().items())
+    assert all(untrained[name] != trained for name, trained in uninterrupted.bits().items())
 
     losses: list[float] = []
-    output = tmp_path / "broken"
+    output = tmp_path / "interrupted"
     for stop_after in (1, 5, 11, STEPS):
-        part = Problem(config, output, stop_after)
+        segment = Problem(config, output, stop_after)
         if losses:
-            part.trainer.resume(checkpoints(output)[-1])
-        part.trainer.train()
-        # Random numbers that are drawn between two parts of the run must not change the result.
+            segment.trainer.resume(checkpoints(output)[-1])
+        segment.trainer.train()
+        # Random numbers that are drawn between two segments of the run must not change the result.
         tc.randn((7,))
-        losses += part.callback.losses
-    assert losses == unbroken.callback.losses
-    assert part.bits() == unbroken.bits()
+        losses += segment.callback.losses
+    assert losses == uninterrupted.callback.losses
+    assert segment.bits() == uninterrupted.bits()
 
 
-def logged(output: str) -> list[tuple[str, ...]]:
+def log_rows(output: str) -> list[tuple[str, ...]]:
     """Return the rows of a run's log without the times."""
     rows = read_log(Path(output) / LOG)
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
@@ -122,12 +122,12 @@ def test_a_run_resumes_bit_for_bit(
 ) -> None:
     config = config.with_(**settings)
     expected = train(config)
-    broken = config.with_(output=str(tmp_path / "broken"))
-    assert train(broken, StopAfter(stop_after)) != expected
-    assert not (Path(broken.output) / ADAPTER).exists()
-    assert train(broken.with_(resume="latest", threads=1)) == expected
-    assert logged(broken.output) == logged(config.output)
-    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    interrupted = config.with_(output=str(tmp_path / "interrupted"))
+    assert train(interrupted, StopAfter(stop_after)) != expected
+    assert not (Path(interrupted.output) / ADAPTER).exists()
+    assert train(interrupted.with_(resume="latest", threads=1)) == expected
+    assert log_rows(interrupted.output) == log_rows(config.output)
+    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, interrupted))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         np.testing.assert_array_equal(tensor.numpy(), second[name].numpy())

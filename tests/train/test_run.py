@@ -50,11 +50,9 @@ def test_a_run_writes_its_log_settings_adapters_and_checkpoints_into_its_folder(
     intermediate = [tc.load_file(step_adapter_path(output, step)) for step in (5, 10)]
     final = tc.load_file(output / ADAPTER)
     assert intermediate[0].keys() == intermediate[1].keys() == final.keys()
-    # The three adapters differ.
-    assert (
-        len({str([tensors[name].tolist() for name in final]) for tensors in (*intermediate, final)})
-        == 3
-    )
+    adapters = (*intermediate, final)
+    distinct = {str([tensors[name].tolist() for name in final]) for tensors in adapters}
+    assert len(distinct) == 3
 
 
 def test_a_number_of_epochs_becomes_a_number_of_steps(config: TrainConfig) -> None:
@@ -142,8 +140,9 @@ def test_a_run_resumed_from_its_last_checkpoint_writes_the_same_adapter_into_a_n
         np.testing.assert_array_equal(again[name].numpy(), tensor.numpy(), err_msg=name)
 
 
-# Changes of the settings of `of_six_steps`. OFT takes no rank, so its changes set the default.
-SETTINGS = [
+# Changes of the settings of `six_step_config`, each of which changes the trained adapter. OFT takes
+# no rank, so its changes set the default rank.
+EFFECTIVE_CHANGES = [
     {"rank": 5},
     {"alpha": 7.0},
     {"rslora": True},
@@ -177,11 +176,11 @@ SETTINGS = [
 def reference(
     train: Train, digits_base: Path, digits_folder: Path, tmp_path_factory: Any
 ) -> dict[str, bytes]:
-    """The parameters of the adapter of a run of `of_six_steps` without changes."""
-    return train(of_six_steps(digits_base, digits_folder, tmp_path_factory.mktemp("reference")))
+    """The parameters of the adapter of a run of `six_step_config` without changes."""
+    return train(six_step_config(digits_base, digits_folder, tmp_path_factory.mktemp("reference")))
 
 
-def of_six_steps(base: Path, dataset: Path, output: Path, **changes: Any) -> TrainConfig:
+def six_step_config(base: Path, dataset: Path, output: Path, **changes: Any) -> TrainConfig:
     """Return the settings of a run of 6 steps, with changes."""
     settings = {
         "rank": 4,
@@ -196,7 +195,7 @@ def of_six_steps(base: Path, dataset: Path, output: Path, **changes: Any) -> Tra
     return TrainConfig(model="digits", **folders, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("change", SETTINGS, ids="-".join)
+@pytest.mark.parametrize("change", EFFECTIVE_CHANGES, ids="-".join)
 def test_settings_of_the_adapter_and_of_training_change_the_result(
     change: dict[str, Any],
     reference: dict[str, bytes],
@@ -205,14 +204,14 @@ def test_settings_of_the_adapter_and_of_training_change_the_result(
     digits_folder: Path,
     tmp_path: Path,
 ) -> None:
-    assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) != reference
+    assert train(six_step_config(digits_base, digits_folder, tmp_path, **change)) != reference
 
 
 @pytest.mark.parametrize("axis", ["output", "input"])
 def test_dora_has_a_magnitude_for_each_output_or_input(
     axis: str, train: Train, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
-    config = of_six_steps(
+    config = six_step_config(
         digits_base, digits_folder, tmp_path, adapter="dora", format="kohya", dora_axis=axis
     )
     train(config)
@@ -250,9 +249,9 @@ def test_other_settings_do_not_change_the_result(
     digits_folder: Path,
     tmp_path: Path,
 ) -> None:
-    # The folder of the data set is known only here.
+    # Put the path of the fixture in place of "DATASET".
     change = {k: str(digits_folder) if v == "DATASET" else v for k, v in change.items()}
-    assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) == reference
+    assert train(six_step_config(digits_base, digits_folder, tmp_path, **change)) == reference
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
@@ -295,7 +294,6 @@ class OneOutOfMemory(Callback):
 
     def __init__(self, step: int) -> None:
         self.step: int | None = step
-        self.policies: list[str] = []
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         assert trainer.step == 0
@@ -365,7 +363,7 @@ def test_an_effective_batch_is_divided_into_automatic_batches(
         written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
         divisions.append((written.batch_size, written.gradient_accumulation))
         if not given.resume:
-            # As if the run had been stopped before its end.
+            # Remove the adapter, as if the run had been stopped before its end.
             (Path(config.output) / ADAPTER).unlink()
     # On the CPU, the batch size of `auto` is 1.
     assert divisions == [(1, 6), (1, 6)]
@@ -411,12 +409,13 @@ def test_a_resumed_run_out_of_memory_gets_a_new_plan(
         train(settings.with_(steps=5))
     expected = train(config.with_(resume="latest"))
 
-    class Once(OneOutOfMemory):
+    class OneOutOfMemoryAfterResume(OneOutOfMemory):
         def on_train_begin(self, trainer: Trainer[Any]) -> None:
             assert trainer.step == 5
 
+    failing = OneOutOfMemoryAfterResume(7)
     run = train_adapter(
-        again.with_(resume="latest"), callbacks=[Once(7)], progress=False, report=lambda _: None
+        again.with_(resume="latest"), callbacks=[failing], progress=False, report=lambda _: None
     )
     found = {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
     assert found == expected
@@ -425,6 +424,7 @@ def test_a_resumed_run_out_of_memory_gets_a_new_plan(
 
 
 def test_without_another_plan_the_error_of_the_run_is_raised(config: TrainConfig) -> None:
+    # The user has set all that a plan could change, and no rank is smaller than 1.
     with pytest.raises(tc.OutOfMemoryError, match="matmul: there is too little"):
         train_adapter(
             config.with_(gradient_checkpointing="full", base_precision="same", rank=1),

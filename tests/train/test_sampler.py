@@ -40,7 +40,7 @@ def test_samples_and_schedules_equal_those_of_diffusers(name: str, batched: bool
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_guidance_predicts_for_the_prompt_alone_only_at_a_scale_of_one() -> None:
+def test_guidance_predicts_for_the_negative_prompt_except_at_a_scale_of_one() -> None:
     calls = []
 
     def model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
@@ -52,6 +52,7 @@ def test_guidance_predicts_for_the_prompt_alone_only_at_a_scale_of_one() -> None
     assert guided(x, 5.0).tolist() == [[2.0] * 3] * 2
     assert calls == [((2, 3), 5.0)]
     guided = Guided(model, {"condition": one}, {"condition": -one}, 2.0)
+    # The predictions are 2 for the prompt and 0 for the negative prompt: 0 + 2 * (2 - 0) = 4.
     assert guided(x, 5.0).tolist() == [[4.0] * 3] * 2
     # One call predicts for the prompt and for the negative prompt.
     assert calls[1:] == [((4, 3), 5.0)]

@@ -28,7 +28,7 @@ Train = Callable[..., dict[str, bytes]]
 PARAMETERS = "parameters.safetensors"
 
 
-class At(Callback):
+class CallAfter(Callback):
     """Calls `action` after step `step`."""
 
     def __init__(self, step: int, action: Callable[[Trainer[Any]], object]) -> None:
@@ -67,7 +67,7 @@ def test_training_continues_while_a_snapshot_is_written(
         assert checkpoints(trainer.output) == []
         gate.set()
 
-    train(config, At(5, keep_parameters), At(8, open_gate))
+    train(config, CallAfter(5, keep_parameters), CallAfter(8, open_gate))
     stored = tc.load_file(checkpoint_path(Path(config.output), 5) / PARAMETERS)
     assert {name: tensor.numpy().tobytes() for name, tensor in stored.items()} == bits
 
@@ -87,8 +87,12 @@ def test_the_older_checkpoint_stays_until_the_newer_is_complete(
         gate.clear()
 
     # After step 7, the checkpoint of step 5 waits to be written.
-    callbacks = [At(2, save_at_once), At(7, list_checkpoints), At(8, lambda _: gate.set())]
-    train(config.with_(keep_checkpoints=1), *callbacks)
+    train(
+        config.with_(keep_checkpoints=1),
+        CallAfter(2, save_at_once),
+        CallAfter(7, list_checkpoints),
+        CallAfter(8, lambda _: gate.set()),
+    )
     assert steps == [[2]]
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
 
@@ -101,12 +105,12 @@ def test_a_checkpoint_that_is_being_written_is_completed_if_training_fails(
         raise NonFiniteError("the loss is nan")
 
     with pytest.raises(NonFiniteError, match="the loss is nan"):
-        train_adapter(config, callbacks=[At(6, fail)], progress=False, report=lambda _: None)
+        train_adapter(config, callbacks=[CallAfter(6, fail)], progress=False, report=lambda _: None)
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [5]
 
 
 @contextmanager
-def files_up_to(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """Within this context, writing more than `size` bytes to a file fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -123,7 +127,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     is_late = when == "steps later"
     begun: list[int] = []
 
-    class Begun(Callback):
+    class SaveRecorder(Callback):
+        """Records the step of each checkpoint that is begun."""
+
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             begun.append(trainer.step)
 
@@ -140,21 +146,22 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
 
     def fill_disk(trainer: Trainer[Any]) -> None:
         trainer.save()
-        # From now on, no file can have more than 4096 bytes. `files_up_to` restores the limit.
+        # From now on, no file can have more than 4096 bytes. `file_size_limit` restores the limit.
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         if is_late:
             gate.clear()
 
     gate.set()
-    release = At(8, lambda _: gate.set())
-    with files_up_to(1 << 30), pytest.raises(FileError) as caught:
-        train(config.with_(save_every=3), At(5, fill_disk), release, ManyJobs(), Begun())
+    release = CallAfter(8, lambda _: gate.set())
+    callbacks = [CallAfter(5, fill_disk), release, ManyJobs(), SaveRecorder()]
+    with file_size_limit(1 << 30), pytest.raises(FileError) as caught:
+        train(config.with_(save_every=3), *callbacks)
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
     # The training loop raises the error at its next call of the saver. That is in `ManyJobs` or, if
     # the write fails late, after a later step or before the next checkpoint. An error in `ManyJobs`
-    # keeps the next callback, `Begun`, from running.
+    # keeps the next callback, `SaveRecorder`, from running.
     assert begun == ([3, 5, 6] if is_late else [3, 5])
     output = Path(config.output)
     assert sorted(path.name for path in output.glob("*checkpoint*")) == [
@@ -163,8 +170,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     ]
     assert not (output / ADAPTER).exists()
     resumed = config.with_(save_every=3, resume="latest")
-    unbroken = config.with_(save_every=3, output=str(output.with_name("unbroken")))
-    assert train(resumed) == train(unbroken)
+    uninterrupted = config.with_(save_every=3, output=str(output.with_name("uninterrupted")))
+    assert train(resumed) == train(uninterrupted)
 
 
 def test_a_callback_that_cannot_write_its_file_ends_the_run_without_a_checkpoint(
@@ -190,7 +197,7 @@ def test_the_command_prints_why_it_cannot_write_and_ends(
     output = config.output if reason == "full" else "/sys/trainable-candle"
     settings = tmp_path / "settings.yaml"
     settings.write_text(config.with_(output=output).to_yaml())
-    with files_up_to(4096 if reason == "full" else 1 << 30):
+    with file_size_limit(4096 if reason == "full" else 1 << 30):
         status = main(["train", "--config", str(settings)])
     assert status == 2
     error = capsys.readouterr().err
@@ -258,12 +265,13 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert run.returncode == 0, run.stderr
     lines = run.stdout.split("\n")
     assert "restored" in lines, "no process was killed between the two renames"
-    # The last line is "steps N": N children were killed.
+    # The last line is "steps N": N children were killed. A save takes more than 12 file operations.
     assert int(lines[-2].split()[1]) > 12
 
 
 # Trains by the configuration in the first argument. The second argument is N: the run is killed at
-# the Nth audit event in the thread that writes checkpoints; 0: the run is not killed.
+# the Nth audit event in the thread that writes checkpoints, without counting the events
+# `object.__getattr__`. If N is 0, the run is not killed.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])
@@ -286,18 +294,19 @@ def test_a_run_that_is_killed_while_saving_resumes_bit_for_bit(
 ) -> None:
     config = config.with_(save_every=1, keep_checkpoints=1, ema_decay=0.9)
     train(config)
-    broken = config.with_(output=str(tmp_path / "broken"))
+    interrupted = config.with_(output=str(tmp_path / "interrupted"))
     settings = tmp_path / "settings.yaml"
-    settings.write_text(broken.to_yaml())
+    settings.write_text(interrupted.to_yaml())
     statuses = []
+    # The first four runs are killed at different points of their saves; the last is not killed.
     for event in (11, 29, 47, 90, 0):
-        resume = ["--resume", "latest"] if checkpoints(Path(broken.output)) else []
+        resume = ["--resume", "latest"] if checkpoints(Path(interrupted.output)) else []
         command = [sys.executable, "-c", KILLED, str(settings), str(event), *resume]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         statuses.append(run.returncode)
         assert run.returncode in {0, -signal.SIGKILL}, run.stderr
     assert statuses == [-signal.SIGKILL] * 4 + [0]
-    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, interrupted))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         np.testing.assert_array_equal(tensor.numpy(), second[name].numpy())

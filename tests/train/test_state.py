@@ -143,7 +143,7 @@ state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
 
 
 def test_starting_in_a_folder_with_later_checkpoints_is_an_error(tmp_path: Path) -> None:
-    state.refuse_later(tmp_path / "none", 0)
+    state.refuse_later(tmp_path / "missing", 0)
     save(tmp_path, 10)
     state.refuse_later(tmp_path, 10)
     with pytest.raises(ConfigError, match=r"holds checkpoint-000010 of an earlier run; .* latest"):

@@ -219,7 +219,8 @@ def test_a_non_finite_loss_ends_the_run_before_its_step(tmp_path: Path, value: f
     )
     with pytest.raises(NonFiniteError, match=rf"in step 3 the loss of batch 2 is {value}; lower"):
         run.train()
-    assert weight.item() == pytest.approx(0.9)
+    # Two steps with a gradient of 0.5 and a learning rate of 0.1.
+    assert weight.item() == pytest.approx(1 - 2 * 0.1 * 0.5)
     assert recorder.events == ["begin 0", "step 1", "step 2", "end 2"]
     assert list(tmp_path.iterdir()) == []
 
@@ -259,7 +260,7 @@ def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     with pytest.raises(NonFiniteError, match="the loss of batch 3 is inf"):
         run.train()
     assert run.step == 3 // accumulation
-    assert weight.item() == 1 - 0.25 * run.step
+    assert weight.item() == 1 - 0.25 * run.step  # each gradient is 1
 
 
 def f16_sum(weight: tc.Var) -> tc.Tensor:
@@ -282,7 +283,7 @@ def test_the_scaler_skips_steps_that_overflow() -> None:
     ).train()
     assert [math.isfinite(report.grad_norm) for report in recorder.reports] == [False, True, True]
     assert [report.grad_norm for report in recorder.reports[1:]] == [1.0, 1.0]
-    assert weight.item() == 0.75
+    assert weight.item() == 1 - 2 * 0.125  # two steps that are not skipped
     assert scaler.get_scale() == 32768
 
 
