@@ -13,7 +13,7 @@ from trainable_candle.train.logs import read_json_log
 
 
 def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
-    # 10 items in batches of 4: a batch with items of two epochs counts to the second, so the epochs
+    # 10 items in batches of 4: a batch with items of two epochs belongs to the second. The epochs
     # have 2, 3, 2, 3 and 2 batches. A step takes two batches. The epochs are complete after 2, 5,
     # 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
@@ -30,8 +30,8 @@ def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
 
 
 def test_several_epochs_can_end_at_one_step() -> None:
-    # 2 items in batches of 8: each batch has four epochs. It counts to the last of them, and so the
-    # three others have no batch and are complete before it.
+    # 2 items in batches of 8: each batch has items of four epochs and belongs to the last of them.
+    # The three other epochs have no batch, and so they are complete before it.
     epochs = Epochs(ShuffledBatches(2, 8, seed=0).first_batch, accumulation=1)
     assert epochs.completed(0) == 3
     assert epochs.ends(1)(1)

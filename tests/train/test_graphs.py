@@ -1,4 +1,4 @@
-"""Forward and backward passes as CUDA graphs: which are recorded, which are kept, and when no more.
+"""Forward and backward passes as CUDA graphs: which are recorded and kept, and when none are used.
 
 A stand-in replaces `tc.cuda.capture`, so the tests need no GPU.
 """

@@ -177,7 +177,7 @@ def main() -> None:
     tokenizer.train_from_iterator(
         corpus,
         trainers.BpeTrainer(
-            vocab_size=380,
+            vocab_size=380,  # 256 bytes, the special tokens, and merges
             special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -194,7 +194,7 @@ def main() -> None:
             chat_template=template,
         )
         for chat, (messages, tools) in CHATS.items():
-            # Only the template `tools` can render calls. It is used for nothing else.
+            # Only the template `tools` can render the chat `calls`, and it renders no other chat.
             if (chat == "calls") != (name == "tools"):
                 continue
             options = {"tools": tools, "tokenize": False}

@@ -67,15 +67,18 @@ def forward(
     def linear(name: str, v: torch.Tensor) -> torch.Tensor:
         return functional.linear(v, w[name + ".weight"], w[name + ".bias"])
 
+    # Tokens are (batch, tokens, DIM); `shift` and `scale` are (batch, DIM).
     def modulated(v: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
     # As in diffusers, embed the patches with a convolution whose stride is the size of its kernel.
+    # The weights of a patch are in the order (channels, rows, columns).
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
     h = (
         functional.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
         + w["pos_embed.pos_embed"]
     )
+    # Half of the 6 features of a time are cosines, and half are sines.
     frequencies = torch.exp(-math.log(10000) * torch.arange(3) / 3)
     angles = t[:, None] * frequencies
     e = linear("time_embedding.linear_1", torch.cat([angles.cos(), angles.sin()], dim=1))
@@ -90,6 +93,7 @@ def forward(
         ).chunk(6, dim=1)
         n = modulated(h, shift_a, scale_a)
         q, k, v = (
+            # (batch, heads, tokens, features of a head)
             linear(block + f"attn.to_{letter}", n).unflatten(2, (2, 4)).transpose(1, 2)
             for letter in "qkv"
         )
@@ -100,6 +104,7 @@ def forward(
         )
         h = h + gate_f[:, None] * linear(block + "ff.net.2", n)
     scale, shift = linear("norm_out.linear", e).chunk(2, dim=1)
+    # The values of an output patch are in the order (rows, columns, channels).
     patches = linear("proj_out", modulated(h, shift, scale)).reshape(-1, GRID, GRID, 2, 2, 2)
     return torch.einsum("nhwpqc->nchpwq", patches).reshape(x.shape)
 

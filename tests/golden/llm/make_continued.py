@@ -1,4 +1,4 @@
-"""Tokens with which transformers, without sampling, continues prompts to this folder's models.
+"""Greedy continuations of prompts by transformers, with the models in this folder.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `continued.json`.
 """
@@ -20,6 +20,7 @@ def main() -> None:
     for family in ("llama", "qwen2", "qwen3"):
         model = AutoModelForCausalLM.from_pretrained(HERE / family, dtype=torch.float32)
         vocabulary = model.config.vocab_size
+        # Tokens below 3 are special in the vocabulary of Llama.
         prompts = [rng.integers(3, vocabulary, length).tolist() for length in (4, 11, 1)]
         continued[family] = [
             {

@@ -4,9 +4,9 @@
     python make_averaged.py averaged.safetensors
 
 `pN` is parameter N before the first step, and `gradN.STEP` its gradient for a step. `CASE.pN` is
-the parameter after the last step. `CASE.evalN`, for schedulefree alone, is the parameter after a
-call of the optimizer's `eval` that follows. Torch rounds Muon's products to bf16; this script makes
-torch's function compute them in f64.
+the parameter after the last step. `CASE.evalN`, for schedulefree alone, is the parameter after the
+optimizer's `eval`, which this script calls after the last step. Torch rounds Muon's products to
+bf16; this script makes torch's function compute them in f64.
 """
 
 import inspect

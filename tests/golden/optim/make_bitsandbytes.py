@@ -18,6 +18,7 @@ from bitsandbytes.functional import create_dynamic_map
 from safetensors.torch import save_file
 
 STEPS = 6
+# The name of a case -> the class of the optimizer, its arguments, the sizes of its parameters.
 CASES = {
     "adamw8bit": (bnb.optim.AdamW8bit, {"lr": 0.01, "weight_decay": 0.1}, (5000, 1000)),
     "adam8bit": (bnb.optim.Adam8bit, {"lr": 0.01}, (5000,)),

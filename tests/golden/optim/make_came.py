@@ -3,7 +3,8 @@
     pip install torch==2.11.0 came-pytorch==0.1.3 safetensors
     python make_came.py came.safetensors
 
-`CASE.pN` is parameter N after the last step.
+`pN` is parameter N before the first step, and `gradN.STEP` its gradient for a step. `CASE.pN` is
+the parameter after the last step.
 """
 
 import sys

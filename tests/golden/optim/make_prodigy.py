@@ -3,8 +3,9 @@
     pip install torch==2.11.0 prodigyopt==1.1.2 safetensors
     python make_prodigy.py prodigyopt.safetensors
 
-After the last step, `CASE.pN` is parameter N and `CASE.N.STATE` is one of the parameter's states.
-`CASE.d.I` is Prodigy's estimate d after step I.
+`pN` is parameter N before the first step, and `gradN.I` its gradient for step I, counted from 0.
+After the last step, `CASE.pN` is the parameter and `CASE.N.STATE` is one of its states. `CASE.d.I`
+is Prodigy's estimate d after step I. Each case is computed in f32, and as `CASE.f64` in f64.
 """
 
 import sys

@@ -3,8 +3,11 @@
     pip install torch==2.11.0 transformers==5.23.0 safetensors
     python make_torch.py torch.safetensors
 
-All runs are on the CPU and take one step with each gradient `grad.I`. `NAME.p` is the parameter
-and `NAME.STATE` is a state of the optimizer, both after the last step.
+All runs of optimizers are on the CPU, start from the parameter `p0` and take one step with each
+gradient `grad.I`. `NAME.p` is the parameter and `NAME.STATE` is a state of the optimizer, both
+after the last step, in f32. `NAME.f64` has the same in f64. `clip.TYPE.norm` is the norm of type
+TYPE (2 or inf) of all gradients together, and `clip.TYPE.grad.3` is gradient 3 after clipping.
+`schedule.NAME` has the factor of the learning rate for each step.
 """
 
 import sys
@@ -36,7 +39,8 @@ CASES = {
         },
     ),
 }
-# Adafactor treats a vector and a stack of matrices differently from one matrix.
+# Adafactor treats a vector and a stack of matrices differently from one matrix. Parameters of these
+# shapes have the first elements of `p0`, and their gradients the first elements of each `grad.I`.
 ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),

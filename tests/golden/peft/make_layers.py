@@ -2,6 +2,11 @@
 
 pip install torch==2.11.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
 python make_layers.py layers.safetensors
+
+For each case, the file has the initial parameters of the adapters (`CASE.start.NAME`), the output,
+the gradients of the mean squared error from `target`, and the merged weights of the layers
+(`CASE.merged.LAYER`). `base.NAME` are the frozen weights and biases. The metadata has the scale of
+each case.
 """
 
 import json
@@ -15,6 +20,7 @@ from torch import nn
 
 TARGETS = ["conv", "pointwise", "linear"]
 LORA = {"r": 3, "lora_alpha": 2, "target_modules": TARGETS}
+# For LoHa and LoKr, which come from LyCORIS.
 LYCORIS = {"r": 2, "alpha": 3, "target_modules": TARGETS}
 CASES = {
     "lora": LoraConfig(**LORA),
@@ -23,6 +29,8 @@ CASES = {
     "loha": LoHaConfig(**LYCORIS),
     "lokr": LoKrConfig(**LYCORIS),
     "lokr_factor": LoKrConfig(**LYCORIS, decompose_factor=2),
+    # With rank 1, because peft decomposes the first factor only if the rank is below half of its
+    # larger side.
     "lokr_both": LoKrConfig(**(LYCORIS | {"r": 1}), decompose_both=True),
 }
 
@@ -40,10 +48,15 @@ class Net(nn.Module):
 
 
 def per_input(base: Net, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """DoRA with a magnitude for each input. In the backward pass, the norm is a constant."""
+    """Return the results of DoRA with a magnitude for each input, the case `dora_input`.
+
+    LyCORIS defines the merged weights. This function computes them itself, with a norm that is a
+    constant in the backward pass, and checks them against those of LyCORIS.
+    """
     found, weights, trained = {}, {}, {}
     for name in TARGETS:
         layer = getattr(base, name)
+        # The multiplier is 1, the rank is 3 and alpha is 2, so the scale is 2 / 3.
         reference = LoConModule(name, layer, 1.0, 3, 2, weight_decompose=True, wd_on_out=False)
         down = (0.3 * torch.randn_like(reference.lora_down.weight)).requires_grad_()
         up = (0.3 * torch.randn_like(reference.lora_up.weight)).requires_grad_()
@@ -55,8 +68,8 @@ def per_input(base: Net, x: torch.Tensor, target: torch.Tensor) -> dict[str, tor
             reference.dora_scale.copy_(magnitude)
         delta = (up.flatten(1) @ down.flatten(1)).reshape(layer.weight.shape) * (2 / 3)
         adapted = layer.weight.detach() + delta
-        dims = [d for d in range(adapted.dim()) if d != 1]
-        norm = adapted.detach().square().sum(dims, keepdim=True).sqrt()
+        all_but_inputs = [d for d in range(adapted.dim()) if d != 1]
+        norm = adapted.detach().square().sum(all_but_inputs, keepdim=True).sqrt()
         weights[name] = adapted * (magnitude / norm)
         torch.testing.assert_close(weights[name], reference.get_merged_weight()[0])
         trained |= {

@@ -4,6 +4,8 @@ peft rotates the inputs of linear layers, LyCORIS the outputs of every layer.
 
 pip install torch==2.15.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
 python make_oft.py layers.safetensors oft.safetensors
+
+The names in the file are those of `make_layers.py`.
 """
 
 import sys
@@ -34,15 +36,17 @@ class Flat(Net):
         return self.linear(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
 
 
-def inputs(
+def rotating_inputs(
     case: str, model: Flat, x: torch.Tensor, target: torch.Tensor
 ) -> dict[str, torch.Tensor]:
+    """Return the results of peft, which adapts only the linear layer."""
     model = inject_adapter_in_model(CASES[case], model)
+    # The elements above the diagonals of skew-symmetric blocks.
     triangles = model.linear.oft_R["default"].weight
     with torch.no_grad():
         triangles.normal_(0, 0.3)
     found = {"start.linear.oft_R.weight": triangles.detach().clone()}
-    found |= step(model, x, target)
+    found |= output_and_gradient(model, x, target)
     found["grad.linear.oft_R.weight"] = triangles.grad.clone()
     with torch.no_grad():
         rotation = model.linear.get_delta_weight("default")
@@ -51,7 +55,8 @@ def inputs(
     return found | {"merged.linear": merged}
 
 
-def outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def rotating_outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the results of LyCORIS."""
     found, modules = {}, {}
     for name in TARGETS:
         modules[name] = DiagOFTModule(name, getattr(model, name), lora_dim=4)
@@ -60,14 +65,19 @@ def outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, tor
         found[f"start.{name}.oft_blocks"] = modules[name].oft_blocks.detach().clone()
         found[f"merged.{name}"] = modules[name].get_merged_weight()[0].detach().clone()
     weights = {f"{name}.weight": modules[name].make_weight() for name in TARGETS}
-    found |= step(lambda x: torch.func.functional_call(model, weights, (x,)), x, target)
+
+    def adapted(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,))
+
+    found |= output_and_gradient(adapted, x, target)
     # Store gradients of the elements above the diagonal; the elements below have the negative.
     return found | {
         f"grad.{name}.oft_blocks": modules[name].oft_blocks.grad.triu(1) for name in TARGETS
     }
 
 
-def step(model, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def output_and_gradient(model, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run a forward and a backward pass; return the output and the gradient for the input."""
     x = x.clone().requires_grad_()
     y = model(x)
     nn.functional.mse_loss(y, target).backward()
@@ -85,7 +95,10 @@ def main() -> None:
         model = Flat()
         model.load_state_dict(state)
         data = (golden["x"], golden["target"])
-        values = inputs(case, model, *data) if case in CASES else outputs(model, *data)
+        if case in CASES:
+            values = rotating_inputs(case, model, *data)
+        else:
+            values = rotating_outputs(model, *data)
         found |= {f"{case}.{name}": value.contiguous() for name, value in values.items()}
     save_file(found, sys.argv[2])
 

@@ -2,6 +2,10 @@
 
 pip install torch==2.11.0 peft==0.21.2 safetensors
 python make_peft.py peft.safetensors
+
+For each case, the file has the initial parameters of the adapters (`CASE.start.NAME`), the output,
+the loss, the gradients, the merged weights of the layers (`CASE.merged.LAYER`), and the losses and
+final parameters of five steps of AdamW. `base.NAME` are the frozen weights and biases.
 """
 
 import sys

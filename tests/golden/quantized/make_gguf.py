@@ -1,8 +1,8 @@
 """Blocks of ggml's formats and their values, by gguf-py 0.19 (pip install gguf).
 
-Writes gguf.npz. For each format X, `X.blocks` has random bytes with scales of all magnitudes, and
-`X.values` has the blocks' values in f32. For Q4_0 and Q8_0, `X.made` has the blocks that gguf-py
-makes of `weights`.
+Writes gguf.npz. For each format X, in lower case, `X.blocks` has random bytes with scales of all
+magnitudes, and `X.values` has the blocks' values in f32. For Q4_0 and Q8_0, `X.made` has the blocks
+that gguf-py makes of `weights`.
 """
 
 from pathlib import Path
@@ -12,12 +12,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 # Byte offsets of the f16 scales in a block.
-SCALES = {
+SCALE_OFFSETS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 # The smallest and the largest scales, both signs, and ordinary scales.
-NUMBERS = np.array([6e-8, -6e-5, 65504.0, -65504.0, 0.0, -0.0, 0.0123, -0.0371], np.float16)
+SCALE_VALUES = np.array([6e-8, -6e-5, 65504.0, -65504.0, 0.0, -0.0, 0.0123, -0.0371], np.float16)
 
 
 def main() -> None:
@@ -25,16 +25,19 @@ def main() -> None:
     random = np.random.default_rng(0)
     found = {}
     weights = (random.normal(0, 0.05, (4, 64)) ** 3).astype(np.float32)
-    weights[1, :32] = 0
-    weights[2, 5] = -weights[2, :32].__abs__().max()
+    weights[1, :32] = 0  # a block of zeros
+    # A block whose largest magnitude is that of a negative weight.
+    weights[2, 5] = -np.abs(weights[2, :32]).max()
     found["weights"] = weights
-    for name, places in SCALES.items():
+    for name, offsets in SCALE_OFFSETS.items():
         kind = GGMLQuantizationType[name]
-        block, size = GGML_QUANT_SIZES[kind]
-        blocks = random.integers(0, 256, (512 // block if block == 256 else 8, size), np.uint8)
-        for place in places:
-            numbers = random.permutation(NUMBERS)[: len(blocks)]
-            blocks[:, place : place + 2] = numbers.view(np.uint8).reshape(-1, 2)
+        values_in_block, bytes_of_block = GGML_QUANT_SIZES[kind]
+        # Blocks have 256 or 32 values. Each block of 32 gets another one of the scales.
+        count = 2 if values_in_block == 256 else len(SCALE_VALUES)
+        blocks = random.integers(0, 256, (count, bytes_of_block), np.uint8)
+        for offset in offsets:
+            scales = random.permutation(SCALE_VALUES)[: len(blocks)]
+            blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
         blocks = blocks.reshape(2, -1)
         found[f"{name.lower()}.blocks"] = blocks
         found[f"{name.lower()}.values"] = dequantize(blocks, kind)

@@ -7,6 +7,11 @@ The scales are quantized, too: to 8-bit codes of a table of values. This script 
 nearest code for each scale, because some codes by bitsandbytes' library for CPUs are off by one:
 that library looks them up in a table with too few entries. The CUDA kernels and the torch fallback
 of bitsandbytes are exact.
+
+Writes nf4.npz. For each matrix, `codes` has two 4-bit codes in each byte, and `scales` has the
+8-bit codes of the scales. A scale is the value of its code, times the `outer` scale of its group of
+256 scales, plus `offset`. `values` has the first 8 rows of the dequantized matrix, and `sum` is the
+sum of all its values.
 """
 
 from pathlib import Path
@@ -37,14 +42,16 @@ def main() -> None:
                 x[3:5] = 0
             packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
             _, scales = torch.ops.bitsandbytes.quantize_4bit.default(x, 64, "nf4", torch.uint8)
-            centred, code = scales - state.offset, state.state2.code
-            blocks = centred.split(256)
+            # The values of the 256 codes of scales.
+            table = state.state2.code
+            blocks = (scales - state.offset).split(256)
             outer = torch.stack([block.abs().max() for block in blocks])
             assert torch.equal(outer, state.state2.absmax)
-            near = [
-                (b[:, None] / m - code).abs().argmin(1) for b, m in zip(blocks, outer, strict=True)
+            nearest = [
+                (block[:, None] / largest - table).abs().argmin(1)
+                for block, largest in zip(blocks, outer, strict=True)
             ]
-            codes = torch.cat(near).to(torch.uint8)
+            codes = torch.cat(nearest).to(torch.uint8)
             assert (codes.int() - state.absmax.int()).abs().max() <= 1
             state.absmax = codes
             values = bnb.dequantize_4bit(packed, state)

@@ -26,8 +26,11 @@ from torchao.quantization.quant_primitives import (
 HERE = Path(__file__).parent
 
 
-def fixed(x: torch.Tensor, group: int, low: int, high: int) -> torch.Tensor:
-    """Fake quantize to symmetric integers; the gradient takes the scales as constants."""
+def fake_quantized(x: torch.Tensor, group: int, low: int, high: int) -> torch.Tensor:
+    """Return `x` fake quantized to integers from `low` to `high`, with a scale for each group.
+
+    The gradient takes the scales as constants. `group` is the number of columns of a group.
+    """
     block, kind = (1, group), MappingType.SYMMETRIC
     scale, zero = choose_qparams_affine(x.detach(), kind, block, torch.int8, low, high)
     return _fake_quantize_affine(x, block, scale, zero, torch.int8, low, high)
@@ -38,21 +41,22 @@ def main() -> None:
     found = {}
     for name in ("int8", "int4", "fp8"):
         x = matrix(6, 64)
-        x[2, :32] = 0
+        x[2, :32] = 0  # an int4 group of zeros
         x.requires_grad_()
         if name == "fp8":
             config = Float8FakeQuantizeConfig(granularity=PerRow())
             y = FakeQuantizerBase.from_config(config)(x)
         elif name == "int4":
-            y = fixed(x, 32, -8, 7)
+            y = fake_quantized(x, 32, -8, 7)
             config = IntxFakeQuantizeConfig(torch.int4, group_size=32)
             assert torch.equal(y, FakeQuantizerBase.from_config(config)(x))
         else:
-            y = fixed(x, 64, -127, 127)
+            y = fake_quantized(x, 64, -127, 127)
         found[f"{name}.values"] = y.detach().numpy()
         if name != "fp8":
             y.sum().backward()
-            # The gradients are nearly integers: torchao divides by the scale and multiplies by it.
+            # The gradients are 1, or 0 where a value was clipped. They have rounding errors,
+            # because torchao divides by the scale and multiplies by it.
             found[f"{name}.gradient"] = x.grad.numpy().round().astype(np.int8)
             assert np.abs(x.grad.numpy() - found[f"{name}.gradient"]).max() < 1e-6
     np.savez_compressed(HERE / "torchao.npz", **found)

@@ -5,7 +5,8 @@ python make_diffusers.py diffusers.safetensors
 
 The script makes the schedulers compute in f64: it replaces `float32` of torch and numpy by
 `float64`. In f32, they would lose digits, because they subtract numbers near 10,000 that differ by
-50. Noise and conditions are f32 numbers.
+50. Noise and conditions are f32 numbers. `RUN.samples` has the sample before the first step and
+after each step.
 """
 
 import json
@@ -32,23 +33,23 @@ SCHEDULES = {
     "cosine": {"beta_schedule": "squaredcos_cap_v2"},
     "short": {"num_train_timesteps": 100, "beta_end": 0.02},
 }
-V = {"prediction_type": "v_prediction"}
+V_PREDICTION = {"prediction_type": "v_prediction"}
 RUNS = {
     "euler": ("euler", 20, {}),
-    "euler_v": ("euler", 20, V),
+    "euler_v": ("euler", 20, V_PREDICTION),
     "euler_trailing": ("euler", 7, {"timestep_spacing": "trailing"}),
     "euler_linspace": ("euler", 9, {"timestep_spacing": "linspace"}),
-    "euler_zero_snr": ("euler", 12, V | ZERO_SNR),
+    "euler_zero_snr": ("euler", 12, V_PREDICTION | ZERO_SNR),
     "euler_karras": ("euler", 10, {"use_karras_sigmas": True}),
     "dpmpp_2m": ("dpmpp_2m", 20, {}),
-    "dpmpp_2m_v": ("dpmpp_2m", 8, V),
+    "dpmpp_2m_v": ("dpmpp_2m", 8, V_PREDICTION),
     "dpmpp_2m_trailing": ("dpmpp_2m", 7, {"timestep_spacing": "trailing"}),
     "dpmpp_2m_linspace": ("dpmpp_2m", 9, {"timestep_spacing": "linspace"}),
-    "dpmpp_2m_zero_snr": ("dpmpp_2m", 12, V | ZERO_SNR),
+    "dpmpp_2m_zero_snr": ("dpmpp_2m", 12, V_PREDICTION | ZERO_SNR),
     "dpmpp_2m_karras": ("dpmpp_2m", 10, {"use_karras_sigmas": True}),
     "dpmpp_2m_one": ("dpmpp_2m", 1, {}),
 }
-SCALE = 3.5
+GUIDANCE = 3.5
 
 
 def model(x: torch.Tensor, timestep: float, condition: torch.Tensor) -> torch.Tensor:
@@ -60,6 +61,7 @@ def main() -> None:
     noise = torch.randn(2, 4, 2, 3)
     negative, positive = torch.randn(2, 1, 4, 1, 1)
     found = {"noise": noise, "negative": negative, "positive": positive}
+    # `negative` and `positive` share memory, which safetensors rejects.
     found = {name: value.clone() for name, value in found.items()}
     torch.float32, np.float32 = torch.float64, np.float64
     torch.set_default_dtype(torch.float64)
@@ -75,8 +77,8 @@ def main() -> None:
         xs = [x]
         for timestep in scheduler.timesteps:
             scaled = scheduler.scale_model_input(x, timestep)
-            low, high = (model(scaled, timestep.item(), c) for c in (negative, positive))
-            x = scheduler.step(low + SCALE * (high - low), timestep, x).prev_sample
+            away, towards = (model(scaled, timestep.item(), c) for c in (negative, positive))
+            x = scheduler.step(away + GUIDANCE * (towards - away), timestep, x).prev_sample
             xs.append(x)
         found[f"{name}.timesteps"] = scheduler.timesteps.double()
         found[f"{name}.sigmas"] = scheduler.sigmas
@@ -86,7 +88,7 @@ def main() -> None:
         for name, (kind, steps, changes) in RUNS.items()
     }
     schedules = {name: SDXL | changes for name, changes in SCHEDULES.items()}
-    metadata = {"scale": SCALE, "runs": runs, "schedules": schedules}
+    metadata = {"scale": GUIDANCE, "runs": runs, "schedules": schedules}
     found = {name: value.contiguous() for name, value in found.items()}
     save_file(found, sys.argv[1], {name: json.dumps(value) for name, value in metadata.items()})
 

@@ -22,12 +22,12 @@ def main() -> None:
     torch.manual_seed(20261121)
     latents, noise = torch.randn(2, 4, 4, 8, 8)
     timesteps = torch.tensor([0, 250, 777, 999])
-    plain, torch.float32 = torch.float32, torch.float64
+    float32, torch.float32 = torch.float32, torch.float64
     scheduler = DDPMScheduler(
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000
     )
-    torch.float32 = plain
-    wide = latents.double(), noise.double(), timesteps
+    torch.float32 = float32
+    arguments = latents.double(), noise.double(), timesteps
     snr = compute_snr(
         SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod), torch.arange(1000)
     ).double()
@@ -36,8 +36,8 @@ def main() -> None:
         "noise": noise.contiguous(),
         "timesteps": timesteps,
         "alphas_cumprod": scheduler.alphas_cumprod,
-        "ddpm_noised": scheduler.add_noise(*wide),
-        "ddpm_velocity": scheduler.get_velocity(*wide),
+        "ddpm_noised": scheduler.add_noise(*arguments),
+        "ddpm_velocity": scheduler.get_velocity(*arguments),
         "min_snr_gamma5_eps_weight": snr.clamp(max=GAMMA) / snr,
         "min_snr_gamma5_v_weight": snr.clamp(max=GAMMA) / (snr + 1),
     }

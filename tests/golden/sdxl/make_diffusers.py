@@ -5,12 +5,13 @@ Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetens
 python make_diffusers.py
 
 This script does not write two of the files. `original_names.json.gz` maps each key of a checkpoint
-in Stability AI's format to the parameters that it holds. Each parameter has a folder, a name and a
-form ("plain", "transposed", "pointwise", or "rows N" for the third with number N of the key's
-rows). The map fits models with as many layers as this SDXL. It comes from a comparison of a model
-with the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the
-names and shapes of the parameters of the full-size SDXL's UNet in diffusers, in the format of
-`folded` in transformers/make_diffusers.py.
+in Stability AI's format to the parameters that it holds. For each parameter, there is a list of its
+folder, its name and its form: "plain", "transposed", "pointwise" (a linear layer as a 1 x 1
+convolution), or "rows N" (the key stacks three parameters, and N is 0, 1 or 2). The map fits models
+with as many layers as this SDXL. It comes from a comparison of a model with the output of
+diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of the
+parameters of the full-size SDXL's UNet in diffusers, in the format of `folded` in
+transformers/make_diffusers.py.
 """
 
 import copy
@@ -77,7 +78,7 @@ def adapter_case(
     targets: list[str],
     **options: bool,
 ) -> None:
-    """A peft adapter: its initial values, the gradients of one step, the losses of four steps."""
+    """Save results with a peft adapter: an output, its gradients, the losses of four steps."""
     torch.manual_seed(ADAPTER_SEED)
     model.requires_grad_(False)
     config = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **options)
@@ -115,7 +116,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet and adapters on it; up-sampling must restore the odd size of the latents."""
+    """Save the UNet and adapters on it; up-sampling must restore the odd size of the latents."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,
@@ -159,7 +160,7 @@ def unet() -> None:
 
 
 def autoencoder() -> None:
-    """The autoencoder: moments, images, and images in tiles."""
+    """Save the autoencoder, moments and images, and both as computed in tiles."""
     model = randomized(
         AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -191,7 +192,10 @@ def autoencoder() -> None:
 
 
 def text_encoders() -> None:
-    """Both encoders. The first has `eos_token_id` 2, as the configurations of old files have."""
+    """Save both encoders. The first has `eos_token_id` 2, as the configurations of old files have.
+
+    With this id, transformers takes the largest id of a text as its end token: VOCABULARY - 1.
+    """
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {
@@ -228,9 +232,10 @@ def text_encoders() -> None:
         model = randomized(kind(CLIPTextConfig(**common, **sizes)))
         store(model, name)
         if name == "text_encoder_2":
+            # The end token is 7. The first text has two of them, the second none, the third one.
             ids = ids.clone()
-            # One text has two end tokens, another has none.
-            ids[ids == 7], ids[0, 4], ids[0, 8], ids[2, 11] = 8, 7, 7, 7
+            ids[ids == 7] = 8
+            ids[0, 4], ids[0, 8], ids[2, 11] = 7, 7, 7
         output = model(ids, output_hidden_states=True)
         pooled = output.text_embeds if name == "text_encoder_2" else output.pooler_output
         states = {f"hidden_states.{i}": state for i, state in enumerate(output.hidden_states)}

@@ -2,10 +2,11 @@
 
     python make_transformers.py FOLDER
 
-Needs torch 2.11 and transformers 5.23. bf16 represents all weights exactly. `large` comes from
-weights that make f16 overflow: in the residual stream, in the gated product and in the results of
-`wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's encoder. In a name, `*` replaces the
-index of a block. Each entry has a shape, and how many parameters the name stands for.
+Needs torch 2.11 and transformers 5.23. bf16 represents all weights exactly. The output `large` of
+the gated model comes from weights with which f16 overflows: in the residual stream, in the gated
+product and in the results of `wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's
+encoder. In a name, `*` replaces the index of a block. Each entry has a shape, and how many
+parameters the name stands for.
 """
 
 import copy
@@ -24,17 +25,21 @@ SIZES = {
     "relu": {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
 }
 FORM = {"gated": "gated-gelu", "relu": "relu"}
-TOKENS = 150
+VOCABULARY = 150
 
 
 def config(form, **sizes):
-    return T5Config(vocab_size=TOKENS, feed_forward_proj=form, tie_word_embeddings=False, **sizes)
+    return T5Config(
+        vocab_size=VOCABULARY, feed_forward_proj=form, tie_word_embeddings=False, **sizes
+    )
 
 
 @torch.no_grad()
 def random_model(settings):
     model = T5EncoderModel(settings).eval()
     for name, value in model.named_parameters():
+        # `shared` is the embedding of tokens, `bias` that of relative positions. Weights of norms
+        # are around 1, all others around 0.
         scale = 1.0 if "shared" in name or "bias" in name else 0.2
         value.copy_(torch.randn(value.shape) * scale + ("norm" in name))
         value.copy_(value.bfloat16())
@@ -42,20 +47,20 @@ def random_model(settings):
 
 
 def largest(model, ids):
-    """The largest values of the residual stream, of the inputs of `wo` and of its outputs."""
+    """Return the largest magnitudes in the residual stream, the inputs of `wo` and its outputs."""
     found = {"stream": 0.0, "middle": 0.0, "wo": 0.0}
 
-    def see(name, value):
+    def update(name, value):
         found[name] = max(found[name], value.abs().max().item())
 
-    def see_wo(_module, given, out):
-        see("middle", given[0])
-        see("wo", out)
+    def update_wo(_module, given, out):
+        update("middle", given[0])
+        update("wo", out)
 
     hooks = []
     for block in model.encoder.block:
-        hooks.append(block.register_forward_hook(lambda _m, _i, out: see("stream", out[0])))
-        hooks.append(block.layer[1].DenseReluDense.wo.register_forward_hook(see_wo))
+        hooks.append(block.register_forward_hook(lambda _m, _i, out: update("stream", out[0])))
+        hooks.append(block.layer[1].DenseReluDense.wo.register_forward_hook(update_wo))
     model(ids)
     for hook in hooks:
         hook.remove()
@@ -66,12 +71,12 @@ def largest(model, ids):
 def main():
     root = Path(sys.argv[1])
     torch.manual_seed(20261122)
-    ids = torch.randint(2, TOKENS, (2, 37))
+    ids = torch.randint(2, VOCABULARY, (2, 37))
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     mask[1, :3] = 0
     # A text with distances beyond `relative_attention_max_distance`, which is 128.
-    long = torch.randint(2, TOKENS, (1, 150))
+    long = torch.randint(2, VOCABULARY, (1, 150))
     for name, sizes in SIZES.items():
         model = random_model(config(FORM[name], **sizes))
         folder = root / name
@@ -87,21 +92,21 @@ def main():
                 inner = block.layer[1].DenseReluDense
                 inner.wi_1.weight *= 8192
             case["large"] = model(ids).last_hidden_state
-            sizes = largest(model, ids)
-            print(sizes)
-            assert min(sizes.values()) > torch.finfo(torch.float16).max
+            magnitudes = largest(model, ids)
+            print(magnitudes)
+            assert min(magnitudes.values()) > torch.finfo(torch.float16).max
             assert not model.half()(ids).last_hidden_state.isfinite().all()
         save_file(case, root / f"{name}.safetensors")
     with torch.device("meta"):
         settings = T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", **XXL)
         shapes = {n: list(p.shape) for n, p in T5EncoderModel(settings).named_parameters()}
-    rules = {}
+    patterns = {}
     for name, shape in shapes.items():
-        rule = re.sub(r"^encoder\.block\.\d+\.", "encoder.block.*.", name)
-        count = rules.get(rule, (shape, 0))[1] + 1
-        assert rules.setdefault(rule, (shape, 1))[0] == shape
-        rules[rule] = (shape, count)
-    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in sorted(rules.items()))
+        pattern = re.sub(r"^encoder\.block\.\d+\.", "encoder.block.*.", name)
+        count = patterns.get(pattern, (shape, 0))[1] + 1
+        assert patterns.setdefault(pattern, (shape, 1))[0] == shape
+        patterns[pattern] = (shape, count)
+    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in sorted(patterns.items()))
     (root / "full_size.json").write_text(f"{{\n{lines}\n}}\n")
 
 

@@ -3,8 +3,8 @@
     python make_t5.py FOLDER | gzip -9n > t5.json.gz
 
 FOLDER holds T5's `spiece.model` as Google publishes it. For each text, the output has the ids, and
-the same as a row of 77 tokens with its mask: padded or truncated. Rows of 1 and 8 tokens are stored
-only for texts that they truncate.
+a row of 77 tokens (the ids and the end token, padded or truncated) with its mask. It also has rows
+of 1 and 8 tokens if they truncate the text.
 """
 
 import json
@@ -49,6 +49,7 @@ TEXTS = [
 
 
 def noise(count):
+    """Yield texts of random characters."""
     rng = random.Random(20261122)
     ranges = [(32, 127), (32, 127), (0, 384), (0x370, 0x530), (0x3040, 0x30FF), (0x2000, 0x2070)]
     ranges += [(0xFF00, 0xFFF0), (0x1F300, 0x1F700), (0xAC00, 0xAD00), (0x300, 0x370)]
@@ -63,7 +64,9 @@ def main():
         case = {"text": text, "ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
         for length in LENGTHS:
             row = tokenizer(text, padding="max_length", max_length=length, truncation=True)
-            if sum(row["attention_mask"]) <= len(case["ids"]) or length == 77:
+            # With the end token, a row that is not truncated has one token more than `ids`.
+            is_truncated = sum(row["attention_mask"]) <= len(case["ids"])
+            if is_truncated or length == 77:
                 case[str(length)] = row["input_ids"], row["attention_mask"]
         cases.append(case)
     lines = ",\n".join(json.dumps(case) for case in cases)

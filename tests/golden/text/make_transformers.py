@@ -43,12 +43,14 @@ TEXTS = [
 
 
 def byte_letters():
+    """Return the letters that stand for the 256 bytes, in the order of CLIP's vocabulary."""
     codes = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))
     letters = [chr(code) for code in codes]
     return letters + [chr(256 + n) for n in range(256 - len(codes))]
 
 
 def noise(count):
+    """Yield texts of random characters."""
     rng = random.Random(20261121)
     ranges = [(32, 127), (32, 127), (160, 384), (0x370, 0x530), (0x3040, 0x30FF), (0x2000, 0x2070)]
     for _ in range(count):
@@ -58,19 +60,24 @@ def noise(count):
 def main():
     with gzip.open(sys.argv[1]) as file:
         lines = file.read().decode().split("\n")
+    # The first line is a header. CLIP uses as many merges as make a vocabulary of 49408 tokens: all
+    # letters with and without `</w>` (512), the merges, and two special tokens.
     merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
     letters = byte_letters()
     tokens = letters + [letter + "</w>" for letter in letters] + ["".join(m) for m in merges]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     cases = []
-    pads = {pad: CLIPTokenizer(vocabulary, merges, pad_token=pad) for pad in ("<|endoftext|>", "!")}
+    # By padding token: CLIP-L pads with the end token, OpenCLIP bigG with "!", which is token 0.
+    tokenizers = {
+        pad: CLIPTokenizer(vocabulary, merges, pad_token=pad) for pad in ("<|endoftext|>", "!")
+    }
     for text in [*TEXTS, *noise(60)]:
         case = {"text": text}
-        tokenizer = pads["<|endoftext|>"]
+        tokenizer = tokenizers["<|endoftext|>"]
         case["ids"] = tokenizer(text, add_special_tokens=False)["input_ids"]
         for name, pad in (("clip_l", "<|endoftext|>"), ("big_g", "!")):
-            rows = pads[pad](text, padding="max_length", max_length=77, truncation=True)
+            rows = tokenizers[pad](text, padding="max_length", max_length=77, truncation=True)
             case[name] = rows["input_ids"]
         cases.append(case)
     print(json.dumps({"transformers": transformers.__version__, "cases": cases}))

@@ -3,9 +3,9 @@
     python make_diffusers.py FOLDER
 
 Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes the folders `sd3`, `flux`, `chroma`, `flux2`,
-`zimage` and `qwen-image`, which are stored beside this one. Writes the names and shapes of the
-parameters of published models to `full_size`. Weights and initial adapters are rounded to bf16;
-everything else is f32.
+`zimage` and `qwen-image`, which are stored beside the folder of this script. Writes the names and
+shapes of the parameters of published models to `full_size`. Weights and initial adapters are
+rounded to bf16; everything else is f32.
 """
 
 import copy
@@ -101,21 +101,21 @@ def randomize(model):
 
 def save(path, tensors, metadata=None):
     """Write tensors of a case; compress the file if it has metadata."""
-    kept = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
+    copies = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
     if metadata is None:
-        save_file(kept, path)
+        save_file(copies, path)
     else:
         path.with_name(f"{path.name}.gz").write_bytes(
-            gzip.compress(to_bytes(kept, metadata), mtime=0)
+            gzip.compress(to_bytes(copies, metadata), mtime=0)
         )
 
 
-def published(name):
-    """The name that a parameter has in peft's files."""
+def peft_name(name):
+    """Return the name of a parameter in peft's files."""
     return name.replace(".default.weight", ".weight").replace(".default", "")
 
 
-def adapted(model, call, targets, use_dora, sample, path):
+def adapter_case(model, call, targets, use_dora, sample, path):
     """Save the output and gradients of the model with an adapter, and the losses of AdamW's steps.
 
     The random numbers of a case do not depend on the cases before it.
@@ -131,7 +131,7 @@ def adapted(model, call, targets, use_dora, sample, path):
             elif "lora_" in name:
                 value.normal_(0, 0.1)
             value.copy_(value.bfloat16())
-    values = {published(n): p for n, p in model.named_parameters() if p.requires_grad}
+    values = {peft_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     stored = {f"lora.{name}": value.detach().bfloat16() for name, value in values.items()}
     sample.grad = None
     output = call(model)
@@ -153,7 +153,11 @@ def adapted(model, call, targets, use_dora, sample, path):
     save(path, stored, settings)
 
 
-def family(name, make, inputs, call, linear, attention):
+def save_family(name, make, inputs, call, linear, attention):
+    """Save a model, its output, and results with two adapters: on `attention` and on `linear`.
+
+    `make` returns a new model, and `call` returns the output of a model for `inputs`.
+    """
     folder = OUTPUT / name
     folder.mkdir(parents=True, exist_ok=True)
     model = randomize(make())
@@ -167,18 +171,21 @@ def family(name, make, inputs, call, linear, attention):
         other = make()
         other.load_state_dict(model.state_dict())
         path = folder / f"transformer_{case}.safetensors"
-        adapted(other, call, targets, use_dora, inputs["hidden_states"], path)
+        adapter_case(other, call, targets, use_dora, inputs["hidden_states"], path)
 
 
 def texts(length):
-    """Inputs for two samples: text features, pooled embeddings and timesteps from 0 to 1."""
+    """Return inputs for two samples: text features, pooled embeddings, timesteps from 0 to 1."""
     return {"encoder_hidden_states": torch.randn(2, length, 40),
             "pooled_projections": torch.randn(2, 24),
             "timestep": torch.tensor([0.113, 0.871])}  # fmt: skip
 
 
 def positions(height, width, length, axes):
-    """The positions of the tokens of an image and of a text for rotary embeddings."""
+    """Return the positions of the tokens of an image and of a text for rotary embeddings.
+
+    With 4 axes, as in FLUX.2, the text has positions on the last; with 3, all of them are 0.
+    """
     image = torch.zeros(height, width, axes)
     image[..., 1] += torch.arange(height)[:, None]
     image[..., 2] += torch.arange(width)
@@ -189,7 +196,7 @@ def positions(height, width, length, axes):
 
 
 def sd3_model():
-    """The model with its table of positions rounded to bf16, the dtype in which it is stored."""
+    """Return the model with its table of positions rounded to bf16, the dtype in its file."""
     model = SD3Transformer2DModel(**SD3)
     model.pos_embed.pos_embed.copy_(model.pos_embed.pos_embed.bfloat16())
     return model
@@ -203,7 +210,7 @@ def sd3():
         return model(**inputs, return_dict=False)[0]
 
     linear = [*JOINT, *MLP, *MODULATION]
-    family("sd3", sd3_model, inputs, call, linear, JOINT)
+    save_family("sd3", sd3_model, inputs, call, linear, JOINT)
 
 
 def flux():
@@ -216,7 +223,7 @@ def flux():
         return model(**inputs, return_dict=False)[0]
 
     linear = [*JOINT, *MLP, "proj_mlp", "proj_out", "norm.linear", *MODULATION]
-    family("flux", lambda: FluxTransformer2DModel(**FLUX), inputs, call, linear, JOINT)
+    save_family("flux", lambda: FluxTransformer2DModel(**FLUX), inputs, call, linear, JOINT)
 
 
 def chroma():
@@ -227,8 +234,8 @@ def chroma():
     inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
     inputs.pop("pooled_projections")
     lengths = torch.tensor([7, 3])
-    read = torch.arange(length) < lengths[:, None]
-    mask = torch.cat([read, torch.ones(2, height * width, dtype=torch.bool)], dim=1)
+    is_token = torch.arange(length) < lengths[:, None]
+    mask = torch.cat([is_token, torch.ones(2, height * width, dtype=torch.bool)], dim=1)
 
     def call(model):
         return model(**inputs, attention_mask=mask, return_dict=False)[0]
@@ -236,7 +243,8 @@ def chroma():
     linear = ["ff.net.2", "to_add_out", "proj_mlp", "proj_out", "linear_1", "out_proj"]
     attention = ["to_q", "to_out.0", "add_k_proj"]
     stored = inputs | {"lengths": lengths.float()}
-    family("chroma", lambda: ChromaTransformer2DModel(**CHROMA), stored, call, linear, attention)
+    make = lambda: ChromaTransformer2DModel(**CHROMA)  # noqa: E731
+    save_family("chroma", make, stored, call, linear, attention)
 
 
 def z_image():
@@ -255,7 +263,8 @@ def z_image():
     # In `all_final_layer`, `adaLN_modulation.0` is an activation, not a linear layer.
     modulation = [f"{block}.adaLN_modulation.0" for block in ("layers.1", "noise_refiner.0")]
     linear = [*ATTENTION, "w1", "w2", "w3", "cap_embedder.1", *modulation]
-    family("zimage", lambda: ZImageTransformer2DModel(**Z_IMAGE), inputs, call, linear, ATTENTION)
+    make = lambda: ZImageTransformer2DModel(**Z_IMAGE)  # noqa: E731
+    save_family("zimage", make, inputs, call, linear, ATTENTION)
 
 
 def flux2():
@@ -269,7 +278,7 @@ def flux2():
 
     attention = [*JOINT, *SINGLE]
     linear = [*attention, "linear_in", "linear_out", "double_stream_modulation_img.linear"]
-    family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, attention)
+    save_family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, attention)
 
 
 def qwen_image():
@@ -286,7 +295,8 @@ def qwen_image():
         return model(**inputs, encoder_hidden_states_mask=mask, img_shapes=shapes,
                      return_dict=False)[0]  # fmt: skip
 
-    # Rows are -3 to 1, columns are -2 to 0, and the text begins at half of the larger side.
+    # diffusers computes the positions from `img_shapes`; store them, too. Rows have positions -3 to
+    # 1 and columns -2 to 0. The text begins at half of the larger side, rounded down.
     rows, columns = torch.arange(-3.0, 2), torch.arange(-2.0, 1)
     image = torch.zeros(height, width, 3)
     image[..., 1], image[..., 2] = rows[:, None], columns
@@ -295,12 +305,10 @@ def qwen_image():
                        "lengths": lengths.float()}  # fmt: skip
     # The model does not use the text that the last block computes: adapt these layers only in the
     # first block.
-    texts_of_first = [
-        f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")
-    ]
-    linear = ["add_q_proj", "img_mlp.net.0.proj", "img_mod.1", "txt_mod.1", *texts_of_first]
+    text_layers = [f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")]
+    linear = ["add_q_proj", "img_mlp.net.0.proj", "img_mod.1", "txt_mod.1", *text_layers]
     make = lambda: QwenImageTransformer2DModel(**QWEN_IMAGE)  # noqa: E731
-    family("qwen-image", make, stored, call, linear, ["to_q", "to_out.0", "add_k_proj"])
+    save_family("qwen-image", make, stored, call, linear, ["to_q", "to_out.0", "add_k_proj"])
 
 
 def qwen_autoencoder():
@@ -327,7 +335,7 @@ def qwen_autoencoder():
     save(folder / "vae_forward.safetensors", stored)
 
 
-def autoencoder():
+def flux2_autoencoder():
     """The autoencoder of FLUX.2, whose latents have other means and variances than 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
@@ -356,15 +364,16 @@ def folded(shapes):
     A line is [name, shape, numbers]: the name has `*` for the number of the block. A name without
     such a number has no `*`, and its list of numbers is empty.
     """
-    rules = {}
+    lists = {}
     for name, shape in shapes.items():
         numbers = list(re.finditer(r"(?<=blocks\.)\d+|(?<=layers\.)\d+", name))
-        at = numbers[-1] if numbers else None
-        rule = name if at is None else f"{name[: at.start()]}*{name[at.end() :]}"
-        rules.setdefault((rule, tuple(shape)), []).extend([] if at is None else [int(at.group())])
+        last = numbers[-1] if numbers else None
+        pattern = name if last is None else f"{name[: last.start()]}*{name[last.end() :]}"
+        blocks = [] if last is None else [int(last.group())]
+        lists.setdefault((pattern, tuple(shape)), []).extend(blocks)
     lines = [
-        json.dumps([rule, list(shape), sorted(numbers)], separators=(",", ":"))
-        for (rule, shape), numbers in sorted(rules.items())
+        json.dumps([pattern, list(shape), sorted(numbers)], separators=(",", ":"))
+        for (pattern, shape), numbers in sorted(lists.items())
     ]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
@@ -378,9 +387,8 @@ def full_size():
             "zimage": ZImageTransformer2DModel(),
             "flux2_klein_4b": Flux2Transformer2DModel(**KLEIN_4B),
             "flux2_klein_9b": Flux2Transformer2DModel(**KLEIN_9B),
+            "qwen_image": QwenImageTransformer2DModel(),
         }
-    with torch.device("meta"):
-        models["qwen_image"] = QwenImageTransformer2DModel()
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
     # Chroma has all parameters of Flux except the modulation. Store only those that Flux lacks.
@@ -400,7 +408,9 @@ def full_size():
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for make in (sd3, flux, chroma, z_image, flux2, autoencoder, qwen_image, qwen_autoencoder):
+    for make in (
+        sd3, flux, chroma, z_image, flux2, flux2_autoencoder, qwen_image, qwen_autoencoder
+    ):  # fmt: skip
         torch.manual_seed(SEED)
         make()
     full_size()
