@@ -214,6 +214,7 @@ def language_model() -> bytes:
 def readers() -> list[Reader]:
     """Return all readers."""
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
+    # A file of the cache.
     entry = packed(tensors, {"size": "[64, 64]"})
     state = {
         "format": 1,

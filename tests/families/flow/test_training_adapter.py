@@ -1,7 +1,7 @@
 """A training adapter is applied while another adapter is trained, but not when images are drawn.
 
-A distilled model is trained with a training adapter that undoes the distillation. It is used
-without the training adapter.
+A distilled model is trained with a training adapter that undoes the distillation. After training,
+the distilled model draws with the new adapter alone.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ OPTIONS = SampleOptions(steps=2, size=(32, 16))
 def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """A function that returns the settings of a run that writes to the folder `output`."""
 
-    def configure(name: str, base: Path, output: str, **given: Any) -> TrainConfig:
+    def configure(name: str, base: Path, output: str, **changes: Any) -> TrainConfig:
         settings = {
             "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "device": "cpu",
             "precision": "f32", "steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0,
             "output": str(tmp_path / output), "model": name, "weights": str(base),
-        } | given  # fmt: skip
+        } | changes  # fmt: skip
         return TrainConfig(dataset=str(sdxl_folder), **settings)
 
     return configure
@@ -50,12 +50,13 @@ def test_a_training_adapter_affects_the_loss_but_no_images(
     name: str, adapter: str, configure: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
-    training_adapter = train_adapter(configure(name, base, "over", rank=3, alpha=6.0)).adapter_path
-    form = {"format": "comfyui"} if adapter == "lokr" else {}
-    given = {"adapter": adapter, "alpha": 2.0, "sample_prompts": ["a"], "sample_steps": 1, **form}
-    plain = train_adapter(configure(name, base, "plain", **given))
+    training_adapter = train_adapter(configure(name, base, "first", rank=3, alpha=6.0)).adapter_path
+    settings = {"adapter": adapter, "alpha": 2.0, "sample_prompts": ["a"], "sample_steps": 1}
+    if adapter == "lokr":
+        settings["format"] = "comfyui"  # the default format, that of diffusers, has no LoKr
+    plain = train_adapter(configure(name, base, "plain", **settings))
     run = train_adapter(
-        configure(name, base, "run", **given, training_adapter=str(training_adapter))
+        configure(name, base, "run", **settings, training_adapter=str(training_adapter))
     )
     assert losses(run.output)[0] != losses(plain.output)[0]
     # The first preview is drawn before the first step: the new adapter has no effect yet, and the
@@ -74,7 +75,7 @@ def test_a_training_adapter_affects_the_loss_but_no_images(
 def test_a_resumed_run_keeps_the_training_adapter(
     zimage_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
-    training_adapter = train_adapter(configure("zimage", zimage_base, "over")).adapter_path
+    training_adapter = train_adapter(configure("zimage", zimage_base, "first")).adapter_path
     settings = {"training_adapter": str(training_adapter), "steps": 4, "save_every": 2}
     uninterrupted = train_adapter(configure("zimage", zimage_base, "whole", **settings))
     interrupted = configure("zimage", zimage_base, "part", **settings)
@@ -115,6 +116,7 @@ def test_a_training_adapter_can_be_switched_off_and_removed_exactly(
     with pytest.raises(ArgumentError, match="add_training_adapter: scale is NaN, expected a"):
         model.add_training_adapter(training_adapter, float("nan"))
     attached = model.add_training_adapter(training_adapter)
+    # `to_q` and `to_out` of the model's two blocks with separate projections.
     assert len(attached) == 4
     both = model(**inputs).to("f32").numpy()
     assert np.abs(both - alone).max() > 0.05

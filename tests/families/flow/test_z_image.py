@@ -37,6 +37,7 @@ def test_features_are_padded_to_a_multiple_of_32_tokens(zimage_base: Path) -> No
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     batch = family.features(CAPTIONS)
     assert batch["encoder_hidden_states"].shape == (2, 64, 40)
+    # The template has 19 tokens without thoughts, and the second caption has 44 bytes.
     assert batch["lengths"].numpy().tolist() == [19, 63]
     # `text_length` counts multiples of 32 tokens.
     assert [family.text_length(caption) for caption in CAPTIONS] == [1, 2]
@@ -62,6 +63,7 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
     tc.models.save_checkpoint(weights, {"transformer": transformer})
     for folder in ("transformer", "vae", "text_encoder", "scheduler"):
         shutil.copytree(zimage_base / folder, tmp_path / "parts" / folder)
+    # The shapes in the file do not determine all sizes: the configuration beside it has them.
     (tmp_path / "transformer").mkdir()
     shutil.copy(zimage_base / "transformer" / "config.json", tmp_path / "transformer")
     parts = tmp_path / "parts"
@@ -80,6 +82,7 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
 
 def test_a_note_says_that_training_undoes_a_distillation(zimage_base: Path, tmp_path: Path) -> None:
     def notes(name: str) -> list[str]:
+        """The notes about a model whose folder has this name and is given as a link."""
         (tmp_path / name).symlink_to(tmp_path / "models" / name)
         shutil.copytree(zimage_base, tmp_path / "models" / name)
         return families.load("zimage", tmp_path / name, "f32", "cpu").family.notes()

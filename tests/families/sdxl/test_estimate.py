@@ -123,6 +123,8 @@ def test_batches_for_encoding_fill_half_of_the_free_memory(
         item.bytes for item in one_by_one if (item.component, item.what) == ("vae", "activations")
     )
     for count in (1, 2, 5):
+        # Half of the memory beside the models holds the activations of `count` images. With the
+        # bytes of one pixel less, it holds one image less.
         limit = RUNTIME_BYTES + models + 2 * count * working
         assert encode_area(facts, config, limit) // largest_area == count
         assert (

@@ -46,7 +46,8 @@ def test_the_loss_is_that_of_epsilon_prediction(
     batch = split.train.batches(2).batch(0)
     loss = split.train.loss(split.train.inputs(batch)).item()
 
-    # Compute the same loss step by step: encoders, posterior, schedule, UNet.
+    # Compute the same loss step by step: encoders, posterior, schedule, UNet. The random numbers of
+    # a batch follow from the numbers of its samples, here 0 and 1.
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
     dataset = task.read(lambda _: None).train
@@ -71,16 +72,16 @@ def test_the_loss_is_that_of_epsilon_prediction(
 def test_encoders_are_freed_when_no_setting_needs_them(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
-    def kept(**settings: Any) -> set[str]:
+    def encoders_in_memory(**settings: Any) -> set[str]:
         """Return which of the autoencoder and the text encoders are in memory after preparing."""
         task, _ = prepare(sdxl_base, configure(**settings))
         coder = {"coder"} if "model" in task.family.coder.__dict__ else set()
         return coder | task.family.__dict__.keys() & {"encoders"}
 
-    assert kept() == set()
-    assert kept(sample_prompts=["a"]) == {"coder"}
-    assert kept(cache="off") == {"coder"}
-    assert kept(train_text_encoder=True) == set()
+    assert encoders_in_memory() == set()
+    assert encoders_in_memory(sample_prompts=["a"]) == {"coder"}
+    assert encoders_in_memory(cache="off") == {"coder"}
+    assert encoders_in_memory(train_text_encoder=True) == set()
 
 
 def test_validation_repeats_its_loss_and_keeps_the_generator_state(
@@ -320,7 +321,8 @@ def test_the_setting_replaces_only_the_prediction_type_of_a_folders_schedule(
 
 def test_time_ids_are_those_of_the_reference() -> None:
     # As in diffusers' train_text_to_image_sdxl.py, the six values are the height and width of the
-    # original image, the top and left of the crop, and the height and width of the crop.
+    # original image, the top and left of the crop, and the height and width of the crop. The sizes
+    # of `Fit` are those of the bucket, of the original image and of the scaled image, width first.
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
     assert fit.corner() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)
