@@ -58,15 +58,17 @@ def main(path: str) -> None:
     source = inspect.getsource(_muon._zeropower_via_newtonschulz)
     exec(source.replace("torch.bfloat16", "torch.float64"), vars(_muon))
     torch.manual_seed(20261124)
-    tensors = {f"p{i}": torch.randn(s, dtype=torch.float64) for i, s in enumerate(SHAPES)}
+    tensors = {f"p{i}": torch.randn(shape, dtype=torch.float64) for i, shape in enumerate(SHAPES)}
     for step in range(STEPS):
         for i, shape in enumerate(SHAPES):
             tensors[f"grad{i}.{step}"] = torch.randn(shape, dtype=torch.float64)
     for case, arguments in MUON.items():
         # Torch's Muon takes only matrices: leave out the vector, and flatten the 3-D parameter.
         shapes = {i: shape for i, shape in enumerate(SHAPES) if len(shape) > 1}
-        matrices = {i: tensors[f"p{i}"].reshape(s[0], -1).clone() for i, s in shapes.items()}
-        params = {i: torch.nn.Parameter(matrix) for i, matrix in matrices.items()}
+        params = {
+            i: torch.nn.Parameter(tensors[f"p{i}"].reshape(shape[0], -1).clone())
+            for i, shape in shapes.items()
+        }
         take_steps(_muon.Muon(params.values(), **arguments), params, tensors)
         tensors |= {f"{case}.p{i}": p.detach().reshape(SHAPES[i]) for i, p in params.items()}
     for case, arguments in SCHEDULE_FREE.items():

@@ -30,7 +30,7 @@ CASES = {
 def main(path: str) -> None:
     """Write all cases to `path`."""
     torch.manual_seed(20261123)
-    tensors = {f"p{i}": torch.randn(s, dtype=torch.float64) for i, s in enumerate(SHAPES)}
+    tensors = {f"p{i}": torch.randn(shape, dtype=torch.float64) for i, shape in enumerate(SHAPES)}
     for step in range(STEPS):
         for i, shape in enumerate(SHAPES):
             tensors[f"grad{i}.{step}"] = torch.randn(shape, dtype=torch.float64)
