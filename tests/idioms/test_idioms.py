@@ -12,6 +12,7 @@ import pytest
 
 import trainable_candle as tc
 
+# A row is `OK EXPRESSION` or `ERROR EXPRESSION # MESSAGE`, with spaces after the first word.
 TABLE = Path(__file__).with_name("idioms.txt")
 ROWS = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
 # The least number of idioms in the table that must work.
@@ -19,6 +20,7 @@ LEAST = 261
 
 
 def names(device: str) -> dict[str, Any]:
+    """Return the modules, tensors and variables that idioms use, by name."""
     v = tc.Var(tc.randn(3, 4, device=device))
     (v * v).sum().backward()
     x = tc.randn(2, 3, 4, device=device)

@@ -109,6 +109,9 @@ def layers(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
         model = comfy.sd.load_diffusion_model_state_dict(sd, {"dtype": torch.float32}).model
     weights = model.state_dict()
     found = {}
+    # ComfyUI maps a layer's name to the key of its weight. If the layer has only some rows of the
+    # weight, it maps the name to a tuple that begins with the key and (dimension, first row, number
+    # of rows).
     for name, place in comfy.lora.model_lora_keys_unet(model, {}).items():
         weight, rows = (place, None) if isinstance(place, str) else place[:2]
         if weight in weights:

@@ -141,6 +141,8 @@ class ComfyUI:
             The largest difference to the merged weights, divided by the largest absolute value of
             the weight.
         """
+        # How ComfyUI applies each module's adapter: "not" at all, in "part" or as a "whole".
+        # Modules that fit no layer are "unknown".
         claims: dict[str, str] = {}
         for m in report.modules:
             claim = "not" if "ComfyUI" in m.ignored_by else "whole"
@@ -149,6 +151,7 @@ class ComfyUI:
             assert claims.setdefault(m.module, claim) == claim
         file = path / "adapter_model.safetensors" if path.is_dir() else path
         tensors = tc.load_file(file)
+        # The module of each key: of all modules with which the key begins, the longest.
         owner = {key: max((m for m in claims if key.startswith(m)), key=len) for key in tensors}
         folder = file.parent
         base = checkpoint(folder / "base", None)
@@ -162,12 +165,13 @@ class ComfyUI:
                 assert (key in unread) == (claims[module] in {"not", "unknown"}), key
 
         def merged(name: str, claimed: set[str]) -> dict[str, np.ndarray]:
-            kept = {k: t for k, t in tensors.items() if claims[owner[k]] in claimed}
-            if not kept:
+            """The weights with the adapters of modules whose claim is among `claimed`."""
+            selected = {k: t for k, t in tensors.items() if claims[owner[k]] in claimed}
+            if not selected:
                 return plain
             target = folder / name / file.name
             target.parent.mkdir()
-            tc.save_file(kept, target, safetensors_metadata(file))
+            tc.save_file(selected, target, safetensors_metadata(file))
             if path.is_dir():
                 shutil.copy(path / "adapter_config.json", target.parent)
             source = target.parent if path.is_dir() else target
@@ -181,6 +185,7 @@ class ComfyUI:
         for key, value in whole.items():
             scale = np.abs(value).max()
             if (partly[key] != value).any():
+                # An adapter that ComfyUI applies in part must not have its whole effect.
                 assert np.abs(found[key] - partly[key]).max() > 1e-4 * scale, key
             else:
                 error = np.abs(found[key] - value).max() / max(scale, 1e-9)

@@ -13,7 +13,7 @@ Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 Arrays = dict[str, np.ndarray]
 
 
-def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
+def weight_in_a1111(weight: np.ndarray, module: Arrays) -> np.ndarray:
     """The weight of a layer with a DoRA, as A1111 computes it.
 
     A1111 divides by one norm for each input, whatever the shape of the magnitude. The formula is in
@@ -28,7 +28,7 @@ def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize(("kind", "right"), [("dora", False), ("dora_input", True)])
+@pytest.mark.parametrize(("kind", "is_exact"), [("dora", False), ("dora_input", True)])
 def test_only_a_magnitude_for_each_input_is_applied_as_trained(
     sdxl: Path,
     unet: tc.models.SDXLUNet,
@@ -36,7 +36,7 @@ def test_only_a_magnitude_for_each_input_is_applied_as_trained(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     kind: str,
-    right: bool,
+    is_exact: bool,
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     base = {name: value.numpy() for name, value in unet.named_tensors().items()}
@@ -51,16 +51,16 @@ def test_only_a_magnitude_for_each_input_is_applied_as_trained(
     for module in tc.verify_adapter(path, "sdxl", sdxl).modules:
         assert module.layer is not None
         name = f"{module.layer.removeprefix('unet.')}.weight"
-        found = applied(base[name], modules[module.module])
+        found = weight_in_a1111(base[name], modules[module.module])
         change = np.linalg.norm(merged[name] - base[name])
         errors.append(float(np.linalg.norm(found - merged[name]) / change))
     assert len(errors) == len(modules) > 200
     assert main(["verify", str(path), "--weights", str(sdxl)]) == 0
-    said = "A1111 applies " + (f"{len(modules)}\n" if right else "0; ")
+    line = "A1111 applies " + (f"{len(modules)}\n" if is_exact else "0; ")
     text = capsys.readouterr().out
-    assert said in text
-    assert ("it divides DoRA's weights by one norm for each input" in text) == (not right)
-    if right:
+    assert line in text
+    assert ("it divides DoRA's weights by one norm for each input" in text) == (not is_exact)
+    if is_exact:
         assert max(errors) < 1e-4
     else:
         # With one magnitude for each output, A1111's error exceeds half of the trained change. This

@@ -76,7 +76,7 @@ def test_a_file_without_the_adapter_of_the_part_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "message"),
+    ("in_file", "in_model", "message"),
     [
         (
             {"r": 4, "lora_alpha": 2.0},
@@ -97,16 +97,16 @@ def test_a_file_without_the_adapter_of_the_part_is_rejected(
 def test_a_file_of_another_rank_alpha_or_kind_is_rejected(
     unet: tc.models.SDXLUNet,
     tmp_path: Path,
-    there: dict[str, object],
-    here: dict[str, object],
+    in_file: dict[str, object],
+    in_model: dict[str, object],
     message: str,
     format: str,
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     config = {"target_modules": ["to_q", "to_k"]}
-    unet.add_adapter(tc.LoraConfig(**config | there)).save(path, format=format)  # type: ignore[arg-type]
+    unet.add_adapter(tc.LoraConfig(**config | in_file)).save(path, format=format)  # type: ignore[arg-type]
     unet.remove_adapter()
-    adapter = unet.add_adapter(tc.LoraConfig(**config | here))  # type: ignore[arg-type]
+    adapter = unet.add_adapter(tc.LoraConfig(**config | in_model))  # type: ignore[arg-type]
     with pytest.raises(tc.ConfigError, match=message):
         adapter.load(path)
 

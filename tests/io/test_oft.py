@@ -33,7 +33,7 @@ def skew(upper: np.ndarray) -> np.ndarray:
     return matrices - matrices.transpose(0, 2, 1)
 
 
-def turned_inputs(weight: np.ndarray, rotations: np.ndarray) -> np.ndarray:
+def weight_of_rotated_inputs(weight: np.ndarray, rotations: np.ndarray) -> np.ndarray:
     """Compute the weight W' with x W'ᵀ = (x R) Wᵀ.
 
     R is block diagonal: `rotations` (blocks, n, n) holds one matrix for each n inputs.
@@ -76,6 +76,7 @@ def test_lycoris_files_rotate_outputs(
     np.testing.assert_allclose(weights(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
+# In peft, the exact form has the opposite sign of Q to that of the series.
 @pytest.mark.parametrize(
     ("settings", "rotation"),
     [
@@ -105,7 +106,7 @@ def test_peft_folders_rotate_inputs_also_after_saving(
     config = {"peft_type": "OFT", "r": 0, "oft_block_size": 8, "block_share": shared, **settings}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     matrices = np.repeat(skew(upper), weight.shape[1] // 8 // count, axis=0)
-    expected = turned_inputs(weight, rotation(matrices, np.eye(8)))
+    expected = weight_of_rotated_inputs(weight, rotation(matrices, np.eye(8)))
     adapter = model.load_adapter(tmp_path)
     saved = tmp_path / "saved"
     adapter.save(saved)
@@ -134,7 +135,7 @@ def test_the_limit_of_coft_is_applied(tmp_path: Path) -> None:
     )
     config = {"peft_type": "OFT", "oft_block_size": 8, "coft": True, "eps": 0.2}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    limit = 0.2 / len(upper) ** 0.5
+    limit = 0.2 / len(upper) ** 0.5  # eps / sqrt(number of blocks)
     norms = np.linalg.norm(skew(upper), axis=(1, 2))[:, None]
     assert norms.min() < limit < norms.max()
     expected = np.where(norms > limit, upper * limit / norms, upper)

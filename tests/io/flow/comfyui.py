@@ -60,6 +60,7 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
             name = f"time_text_embed.{ours}_embedder.linear_{i}"
             found[name] = Slice(f"{theirs}_in.{layer}")
     for i in range(blocks):
+        # `a` begins the block's names in diffusers, `b` its original names.
         a, b = f"transformer_blocks.{i}.", f"double_blocks.{i}."
         found |= _attention(f"{a}attn.", OWN, f"{b}img_attn.qkv", f"{b}img_attn.proj")
         found |= _attention(f"{a}attn.", ADDED, f"{b}txt_attn.qkv", f"{b}txt_attn.proj")
@@ -69,6 +70,7 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
             found[f"{a}{ff}.net.2"] = Slice(f"{b}{stream}_mlp.2")
     for i in range(singles):
         a, b = f"single_transformer_blocks.{i}.", f"single_blocks.{i}."
+        # `linear1` has seven equal ranges: queries, keys, values, and four ranges of the MLP.
         found |= _qkv((f"{a}attn.to_q", f"{a}attn.to_k", f"{a}attn.to_v"), f"{b}linear1", 7)
         found[f"{a}proj_mlp"] = Slice(f"{b}linear1", 3, 4, 7)
         found[f"{a}proj_out"] = Slice(f"{b}linear2")
@@ -109,6 +111,8 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
             name = f"time_text_embed.{ours}_embedder.linear_{i}"
             found[name] = Slice(f"{theirs}_embedder.mlp.{layer}")
     for i in range(blocks):
+        # `a` begins the block's names in diffusers; `x` and `c` begin the original names of its
+        # layers for the image and for the text.
         a, x, c = (
             f"transformer_blocks.{i}.",
             f"joint_blocks.{i}.x_block.",
@@ -141,6 +145,7 @@ def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
         found[f"{name}.linear"] = Slice(f"{name}.lin")
     found["single_stream_modulation.linear"] = Slice("single_stream_modulation.lin")
     for i in range(blocks):
+        # `a` begins the block's names in diffusers, `b` its original names.
         a, b = f"transformer_blocks.{i}.", f"double_blocks.{i}."
         found |= _attention(f"{a}attn.", OWN, f"{b}img_attn.qkv", f"{b}img_attn.proj")
         found |= _attention(f"{a}attn.", ADDED, f"{b}txt_attn.qkv", f"{b}txt_attn.proj")
@@ -216,8 +221,8 @@ def applied(
     for module, values in adapters.items():
         place = modules[module]
         whole = result[place.name]
-        unit = len(whole) // place.of
-        rows = slice(place.first * unit, (place.first + place.count) * unit)
+        height = len(whole) // place.of
+        rows = slice(place.first * height, (place.first + place.count) * height)
         whole[rows] = _patched(whole[rows], values, swapped=place.swapped)
     return result
 
@@ -269,6 +274,8 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
         delta = np.roll(delta, len(delta) // 2, axis=0)
     if magnitude is None:
         return weight + delta
+    # As in ComfyUI: a magnitude for each output is divided by the norm of the weight without the
+    # change, one for each input by the norm of the changed weight.
     if len(magnitude) == len(weight):
         norm = np.linalg.norm(weight, axis=1, keepdims=True)
     else:

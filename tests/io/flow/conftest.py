@@ -19,8 +19,9 @@ from trainable_candle.models import (
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
+# The inputs that every transformer has, and those of SD3 and Flux with a pooled text embedding.
 UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
-COMMON = (*UNPOOLED, "pooled_projections")
+POOLED = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -62,14 +63,14 @@ class Family(NamedTuple):
         """The model in f32."""
         return self.kind.from_pretrained(self.folder, dtype="f32")
 
-    def given(self) -> dict[str, tc.Tensor]:
+    def golden_inputs(self) -> dict[str, tc.Tensor]:
         """The golden inputs by name."""
         case = tc.load_file(GOLDEN / self.name / "transformer_forward.safetensors")
         return {name: case[name] for name in self.inputs}
 
     def predict(self, model: Model) -> np.ndarray:
         """The model's output for the golden inputs."""
-        return model(**self.given()).numpy()
+        return model(**self.golden_inputs()).numpy()
 
     def pipeline(self, folder: Path) -> Path:
         """Make a pipeline's folder with only the transformer; `verify_adapter` reads its sizes."""
@@ -79,8 +80,8 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "sd3": Family("sd3", SD3Transformer, COMMON),
-    "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+    "sd3": Family("sd3", SD3Transformer, POOLED),
+    "flux": Family("flux", FluxTransformer, (*POOLED, "img_ids", "txt_ids", "guidance")),
     "chroma": Family(
         "chroma",
         ChromaTransformer,

@@ -27,8 +27,8 @@ def slices(family: Family) -> Slices:
         return {layer: comfyui.Slice(layer) for layer in layers}
     if family.name == "zimage":
         return comfyui.z_image_slices(config["n_layers"], config["n_refiner_layers"])
-    made = comfyui.flux2_slices if family.name == "flux2" else comfyui.flux_slices
-    found = made(config["num_layers"], config["num_single_layers"])
+    slices_of = comfyui.flux2_slices if family.name == "flux2" else comfyui.flux_slices
+    found = slices_of(config["num_layers"], config["num_single_layers"])
     if family.name == "chroma":
         found = comfyui.without_modulation(found, config["approximator_layers"])
     return found

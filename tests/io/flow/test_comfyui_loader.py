@@ -174,13 +174,16 @@ def test_comfyui_knows_the_layers_of_the_published_model(
         shapes |= {name: shape for name, shape in flux.items() if not lacks.search(name)}
     given = dict(marks or shapes)
     if marks:
+        # ComfyUI counts the blocks by their original names, such as that of the norm of the keys.
         for name in shapes:
             if match := re.match(r"(single_)?transformer_blocks\.(\d+)\.", name):
                 norm = "single_blocks.{}.norm" if match[1] else "double_blocks.{}.img_attn.norm"
                 given[f"{norm.format(match[2])}.key_norm.scale"] = [128]
     known = comfyui.ask({"shapes": given})
     weights = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
-    layers = {name[:-7]: shape for name, shape in weights.items() if len(shape) == 2}
+    layers = {
+        name.removesuffix(".weight"): shape for name, shape in weights.items() if len(shape) == 2
+    }
     tensors, names = {}, {}
     for layer, (rows, columns) in layers.items():
         name = STYLES[style].format(layer=layer, flat=layer.replace(".", "_"))

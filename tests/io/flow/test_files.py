@@ -12,6 +12,7 @@ from trainable_candle.files import safetensors_metadata
 
 from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
+# The errors of saving, by format and kind of adapter (`KINDS`).
 CANNOT = {
     # Kohya's names are those of the original matrices. Such a matrix combines queries, keys and
     # values, and in single blocks also the first layer of the MLP.
@@ -49,7 +50,7 @@ def test_saved_adapters_load_unchanged(
         return
     assert adapter.save(path, format=format) == []
     before = {name: var.numpy() for name, var in adapter.named_parameters().items()}
-    drawn, expected = family.predict(model), merged(model)
+    prediction, expected = family.predict(model), merged(model)
     model.remove_adapter()
     again = model.load_adapter(path)
     assert again.named_parameters().keys() == before.keys()
@@ -63,7 +64,7 @@ def test_saved_adapters_load_unchanged(
     model.remove_adapter()
     fresh = model.add_adapter(tc.LoraConfig(**KINDS[kind]))
     fresh.load(path)
-    np.testing.assert_allclose(family.predict(model), drawn, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(family.predict(model), prediction, rtol=1e-4, atol=1e-4)
 
 
 def test_the_factors_in_the_default_format_include_the_scale(
@@ -98,7 +99,7 @@ def test_verify_lists_the_tools_that_know_the_model(
     if family.name not in {"sd3", "flux"}:
         return
     layer = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
-    factors = {"A": drawn(RANK, 768), "B": drawn(3072, RANK)}
+    factors = {"A": random_array(RANK, 768), "B": random_array(3072, RANK)}
     clip = {f"{layer}.lora_{name}.weight": tc.tensor(factors[name]) for name in "AB"}
     tc.save_file(tc.load_file(path) | clip, path)
     report = tc.verify_adapter(path, family.name, base)
@@ -139,7 +140,8 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
     return path
 
 
-def drawn(*shape: int) -> np.ndarray:
+def random_array(*shape: int) -> np.ndarray:
+    """Return random values, the same in each call with a shape."""
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
@@ -193,11 +195,12 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     }  # fmt: skip
     layer = f"{others.get(name, BLOCK)}.weight"
     base = model.named_tensors()[layer].numpy()
-    a, b = drawn(RANK, base.shape[1]), drawn(len(base), RANK)
+    a, b = random_array(RANK, base.shape[1]), random_array(len(base), RANK)
     arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
     if has_alpha:
         arrays[f"{module}.alpha"] = np.float32(2.0)
-    expected = base + (0.5 if has_alpha else 1.0) * b @ a
+    scale = 2.0 / RANK if has_alpha else 1.0
+    expected = base + scale * b @ a
     model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
 
@@ -210,8 +213,8 @@ def test_verify_says_which_tools_read_musubis_files_of_z_image(tmp_path: Path) -
     arrays = {}
     for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
-        arrays[f"{module}.lora_down.weight"] = drawn(RANK, columns)
-        arrays[f"{module}.lora_up.weight"] = drawn(rows, RANK)
+        arrays[f"{module}.lora_down.weight"] = random_array(RANK, columns)
+        arrays[f"{module}.lora_up.weight"] = random_array(rows, RANK)
         arrays[f"{module}.alpha"] = np.float32(2.0)
     family = FAMILIES["zimage"]
     path = save_arrays(tmp_path / "a.safetensors", arrays)
@@ -223,6 +226,7 @@ def test_verify_says_which_tools_read_musubis_files_of_z_image(tmp_path: Path) -
     }
 
 
+# By family: layers in diffusers that one original matrix combines, in the order of its rows.
 LAYERS = {
     "sd3": [f"transformer_blocks.0.attn2.to_{name}" for name in "qkv"],
     "flux": [
@@ -236,6 +240,7 @@ LAYERS = {
     "zimage": [f"noise_refiner.0.attention.to_{name}" for name in "qkv"],
     "flux2": [f"transformer_blocks.1.attn.add_{name}_proj" for name in "qkv"],
 }
+# By family: the original matrix that combines these layers.
 MODULE = {
     "sd3": "joint_blocks.0.x_block.attn2.qkv",
     "flux": "single_blocks.1.linear1",
@@ -265,24 +270,26 @@ def test_a_matrix_of_several_layers_is_split(
     module = flat if style == "lora_unet" else f"diffusion_model.{MODULE[family.name]}"
     if kind == "loha":
         values = {
-            "hada_w1_a": drawn(rows, 3), "hada_w1_b": drawn(3, columns),
-            "hada_w2_a": drawn(rows, 3), "hada_w2_b": drawn(3, columns),
+            "hada_w1_a": random_array(rows, 3), "hada_w1_b": random_array(3, columns),
+            "hada_w2_a": random_array(rows, 3), "hada_w2_b": random_array(3, columns),
         }  # fmt: skip
         change = values["hada_w1_a"] @ values["hada_w1_b"]
         change = change * (values["hada_w2_a"] @ values["hada_w2_b"])
     elif kind == "lokr":
+        # The rows of the MLP in `linear1` are four times as many as those of the queries.
         shares = 7 if len(names) == 4 else 3
         values = {
-            "lokr_w1": drawn(shares, 8), "lokr_w2_a": drawn(rows // shares, 3),
-            "lokr_w2_b": drawn(3, columns // 8),
+            "lokr_w1": random_array(shares, 8), "lokr_w2_a": random_array(rows // shares, 3),
+            "lokr_w2_b": random_array(3, columns // 8),
         }  # fmt: skip
         change = np.kron(values["lokr_w1"], values["lokr_w2_a"] @ values["lokr_w2_b"])
     else:
-        values = {"lora_down.weight": drawn(3, columns), "lora_up.weight": drawn(rows, 3)}
-        change = values["lora_up.weight"] @ values["lora_down.weight"]
-    expected = whole + 1.5 / 3 * change
+        down, up = random_array(3, columns), random_array(rows, 3)
+        values = {"lora_down.weight": down, "lora_up.weight": up}
+        change = up @ down
+    expected = whole + 1.5 / 3 * change  # alpha / rank
     if kind == "dora":
-        values["dora_scale"] = 1 + drawn(rows, 1) ** 2
+        values["dora_scale"] = 1 + random_array(rows, 1) ** 2
         # Files without this library's mark are read with the formula of DoRA's paper: the norm is
         # that of the changed weight.
         norm = np.linalg.norm(expected, axis=1, keepdims=True)
@@ -317,7 +324,9 @@ def test_adapters_that_cannot_be_split_are_rejected(
 ) -> None:
     module = "lora_unet_joint_blocks_0_x_block_attn_qkv"
     other = ("lokr_w2", (24, 8)) if name == "lokr_w1" else ("lora_down.weight", (3, 32))
-    arrays = {f"{module}.{name}": drawn(*shape), f"{module}.{other[0]}": drawn(*other[1])}
+    arrays = {
+        f"{module}.{parameter}": random_array(*dims) for parameter, dims in ((name, shape), other)
+    }
     path = save_arrays(tmp_path / "a.safetensors", arrays)
     family = FAMILIES["sd3"]
     with pytest.raises(tc.WeightsFormatError, match=message):

@@ -47,26 +47,29 @@ def reference(family: Family) -> Any:
 def load_lora(family: Family, transformer: Any, path: Path) -> None:
     """Load a file as a user of diffusers does."""
     kind = getattr(diffusers, CLASSES[family.name][1])
-    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2")
-    others = dict.fromkeys((*names, "tokenizer_3", "vae", "scheduler"))
     accepted = kind.__init__.__annotations__
-    others = {name: None for name in others if name in accepted}
+    names = (
+        "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
+        "tokenizer_3", "vae", "scheduler",
+    )  # fmt: skip
+    others = {name: None for name in names if name in accepted}
     pipeline = kind(transformer=transformer, **others)
     pipeline.load_lora_weights(path.parent, weight_name=path.name)
 
 
 def prediction(family: Family, model: Any) -> np.ndarray:
-    given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in family.given().items()}
+    golden = family.golden_inputs()
+    given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in golden.items()}
     with torch.no_grad():
         if family.name == "chroma":
-            read = torch.arange(given["txt_ids"].shape[0]) < given.pop("lengths")[:, None]
+            text_mask = torch.arange(given["txt_ids"].shape[0]) < given.pop("lengths")[:, None]
             image = torch.ones(given["hidden_states"].shape[:2], dtype=torch.bool)
-            given["attention_mask"] = torch.cat([read, image], dim=1)
+            given["attention_mask"] = torch.cat([text_mask, image], dim=1)
         if family.name == "qwen-image":
-            read = torch.arange(len(given.pop("txt_ids"))) < given.pop("lengths")[:, None]
-            given["encoder_hidden_states_mask"] = read
+            text_mask = torch.arange(len(given.pop("txt_ids"))) < given.pop("lengths")[:, None]
+            given["encoder_hidden_states_mask"] = text_mask
             rows, columns = (len(set(given["img_ids"][:, i].tolist())) for i in (1, 2))
-            given["img_shapes"] = [[(1, rows, columns)]] * len(read)
+            given["img_shapes"] = [[(1, rows, columns)]] * len(text_mask)
             del given["img_ids"]
         if family.name != "zimage":
             return model(**given).sample.numpy()
@@ -74,8 +77,8 @@ def prediction(family: Family, model: Any) -> np.ndarray:
         lengths = given["lengths"].long().tolist()
         texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
         images = [image[:, None] for image in given["hidden_states"]]
-        made = model(images, given["timestep"], texts, return_dict=False)[0]
-        return torch.stack(list(made))[:, :, 0].numpy()
+        predictions = model(images, given["timestep"], texts, return_dict=False)[0]
+        return torch.stack(list(predictions))[:, :, 0].numpy()
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, base: np.ndarray) -> None:
@@ -125,7 +128,7 @@ def test_diffusers_reads_kohyas_names_of_flux(
     assert_same(family.predict(model), prediction(family, theirs), base)
 
 
-def renamed(path: Path, style: str) -> None:
+def rename(path: Path, style: str) -> None:
     """Rename the tensors of a file in the default format, in place, to the names of another tool.
 
     The styles `alpha` and `OneTrainer` also add alphas of 3, which differ from the rank, 4.
@@ -165,8 +168,8 @@ def test_verify_says_what_diffusers_really_applies(
     attach(model, kind, **config).save(path, format=form)
     if style in {"alpha", "OneTrainer", "peft", "bare"}:
         if kind == "dora":
-            pytest.skip("`renamed` knows only the names of LoRA")
-        renamed(path, style)
+            pytest.skip("`rename` knows only the names of LoRA")
+        rename(path, style)
         before = family.predict(model)
         model.remove_adapter()
         model.load_adapter(path)
