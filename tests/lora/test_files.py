@@ -1,4 +1,4 @@
-"""LoRA files: `resize` lowers their rank, `combine` sums their changes, and both reject others."""
+"""LoRA files: `resize` lowers their rank, `combine` sums their changes."""
 
 import json
 from collections.abc import Callable

@@ -22,10 +22,10 @@ def write_adapter(base: Path, path: Path, seed: int, rank: int = 2, **config: ob
     """Write the file of an adapter with random values; return its path."""
     model = unet(base)
     tc.manual_seed(seed)
-    made = model.add_adapter(tc.LoraConfig(r=rank, lora_alpha=4.0, **config))  # type: ignore[arg-type]
-    for var in made.parameters():
+    adapter = model.add_adapter(tc.LoraConfig(r=rank, lora_alpha=4.0, **config))  # type: ignore[arg-type]
+    for var in adapter.parameters():
         var.set(tc.randn(*var.shape) * 0.1)
-    made.save(path)
+    adapter.save(path)
     return path
 
 

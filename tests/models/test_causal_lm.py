@@ -235,6 +235,7 @@ def test_wrong_inputs_are_reported() -> None:
     ids = tc.tensor(np.array([[1, 2, 3]]))
     with pytest.raises(tc.ShapeError, match=r"input_ids has shape \[3\], expected \(B, S\)"):
         model(ids[0])
+    # The vocabulary has 320 tokens.
     with pytest.raises(tc.IndexOutOfRangeError, match="320"):
         model(ids + 318)
     with pytest.raises(tc.IndexOutOfRangeError, match="attention_mask has the value 2"):
@@ -301,7 +302,7 @@ def test_packed_loss_and_log_probs_equal_the_loss_of_the_texts(device: str) -> N
     variables = adapter.parameters()
     for var in variables:
         var.set((tc.randn(var.shape) * 0.1).to(device))
-    weights = tc.tensor(np.linspace(-1, 2, 70, dtype=np.float32)).to(device)
+    weights = tc.tensor(np.linspace(-1, 2, sum(lengths), dtype=np.float32)).to(device)
     weighted = model.packed_loss(*packed, weights=weights)
     from_log_probs = (model.log_probs(*packed) * -weights).sum()
     np.testing.assert_allclose(weighted.item(), from_log_probs.item(), rtol=1e-4)

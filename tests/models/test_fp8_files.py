@@ -215,7 +215,7 @@ def test_other_formats_and_wrong_scales_are_reported(
 def test_a_code_that_is_nan_is_an_error(form: str, tmp_path: Path) -> None:
     tensors, _ = golden_in_fp8(form)
     dtype, shape, codes = tensors[NAME]
-    with_nan = codes[:-1] + b"\x7f"
+    with_nan = codes[:-1] + b"\x7f"  # exponent and fraction of ones
     path = tmp_path / "model.safetensors"
     write(path, tensors | {NAME: (dtype, shape, with_nan)}, metadata_of(form, tensors))
     with pytest.raises(tc.WeightsFormatError, match=r"attn.to_q.weight.* codes are NaN"):

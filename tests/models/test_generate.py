@@ -134,8 +134,8 @@ def test_draws_depend_only_on_the_seed_the_text_and_its_place_in_the_batch() -> 
 def test_draws_have_the_models_probabilities() -> None:
     model = model_of("llama")
     ids = [1, 2, 3]
-    shares = np.exp(scores(model, ids).astype(np.float64))
-    shares /= shares.sum()
+    probabilities = np.exp(scores(model, ids).astype(np.float64))
+    probabilities /= probabilities.sum()
     prompts, count = [ids] * 500, 4 * 500
     counts: Counter[int] = Counter()
     for seed in range(4):
@@ -143,9 +143,10 @@ def test_draws_have_the_models_probabilities() -> None:
             prompts, max_new_tokens=1, temperature=1.0, stop_token_ids=[], seed=seed
         )
         counts.update(text[0] for text in drawn)
-    likeliest = int(shares.argmax())
-    deviation = (shares[likeliest] * (1 - shares[likeliest]) / count) ** 0.5
-    assert abs(counts[likeliest] / count - shares[likeliest]) < 5 * deviation
+    likeliest = int(probabilities.argmax())
+    # The standard deviation of the token's share of `count` draws.
+    deviation = (probabilities[likeliest] * (1 - probabilities[likeliest]) / count) ** 0.5
+    assert abs(counts[likeliest] / count - probabilities[likeliest]) < 5 * deviation
 
 
 def test_a_stop_token_ends_only_its_text() -> None:

@@ -240,7 +240,8 @@ def test_unsupported_files_are_reported(
 def test_damaged_files_and_unsupported_versions_and_types_are_reported(tmp_path: Path) -> None:
     valid = tiny(tmp_path / "model.gguf").read_bytes()
     path = tmp_path / "other.gguf"
-    # The number of a tensor's type precedes the tensor's offset: 8 is Q8_0; the first offset is 0.
+    # The number of a tensor's type precedes the tensor's offset: 8 is Q8_0, 10 is Q2_K, 23 is
+    # IQ4_XS. The first offset is 0.
     q8_0 = b"\x08\0\0\0" + bytes(8)
     for content, message in [
         (valid[:-40], "incomplete or damaged: .* download or copy it again"),

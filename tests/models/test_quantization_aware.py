@@ -98,14 +98,14 @@ def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_
     (facts,) = tc.inspect(FLUX.folder / "transformer").parts.values()
     layers = [name for name in facts.layers if "transformer_blocks." in name]
     found = {}
-    for rounded in (False, True):
+    for rounds_inputs in (False, True):
         model = FLUX.load()
         tc.manual_seed(0)
         adapter = model.add_adapter(
-            tc.LoraConfig(r=4, target_modules=layers, qat=grid, qat_activations=rounded)
+            tc.LoraConfig(r=4, target_modules=layers, qat=grid, qat_activations=rounds_inputs)
         )
         randomize(adapter)
-        found[rounded] = FLUX.predict(model).numpy()
+        found[rounds_inputs] = FLUX.predict(model).numpy()
     # `model` is now the one with rounded inputs. Both have the same adapter.
     model.merge_adapter()
     model.save_pretrained(tmp_path)
@@ -135,7 +135,8 @@ def run_qwen2(model: Any, _: str) -> tc.Tensor:
 
 
 # For each model: its folder, a function that runs it, the number of samples in this run,
-# and the sizes of a sample.
+# and the sizes of a sample: latent pixels and text tokens. Flux's input has 24 tokens of 2 x 2
+# latent pixels, whatever their arrangement.
 ESTIMATED = {
     "flux": ("flux/transformer", run_flow, 2, {"height": 2, "width": 48, "tokens": 19}),
     "sd3": ("sd3/transformer", run_flow, 2, {"height": 16, "width": 12, "tokens": 21}),

@@ -15,7 +15,7 @@ from .conftest import GOLDEN, assert_near, distance, metadata, relative_error, w
 
 CASE = tc.load_file(GOLDEN / "unet_forward.safetensors")
 INPUTS = ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids")
-CASES = ["dora_attention", "lora_all_linear"]
+ADAPTER_CASES = ["dora_attention", "lora_all_linear"]
 
 
 def predict(model: SDXLUNet, sample: tc.Tensor | None = None, device: str = "cpu") -> tc.Tensor:
@@ -69,7 +69,7 @@ def test_one_timestep_is_broadcast_to_the_batch(model: SDXLUNet) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADAPTER_CASES)
 def test_adapters_train_as_with_peft(sdxl: Path, name: str, policy: str, device: str) -> None:
     model = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32", device=device)
     if policy != "none":
@@ -105,7 +105,7 @@ def four_steps(model: SDXLUNet, adapter: tc.AdapterSet, target: tc.Tensor) -> li
     ("dtype", "output_limit", "gradient_limit", "loss_limit"),
     [("f16", 0.01, 0.1, 2e-3), ("bf16", 0.05, 0.5, 1e-2)],
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADAPTER_CASES)
 def test_adapters_train_in_half_precision_nearly_as_with_peft(
     sdxl: Path, name: str, dtype: str, output_limit: float, gradient_limit: float,
     loss_limit: float, device: str,
