@@ -149,7 +149,7 @@ def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
 # Flux is left out, because it reads from the transformer's configuration whether it is distilled.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
 def test_a_note_warns_if_the_range_of_f16_is_too_small(name: str, tmp_path: Path) -> None:
-    # FLUX.2 would otherwise have a note about its distillation.
+    # A distilled model has another note. FLUX.2 reads from this field that it is not distilled.
     (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
     has_notes = {
         dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]
