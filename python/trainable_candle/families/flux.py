@@ -136,6 +136,25 @@ class Flux(FlowFamily[FluxTexts]):
             "text_encoder_2": Features(t5_width, config["joint_attention_dim"]),
         }
 
+    def require_own(self) -> None:
+        """See `FlowFamily.require_own`; also checks that the transformer predicts what it reads.
+
+        The transformers of Flux's tools also read another image or a mask.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: as there; or the model is a tool.
+        """
+        config = self.facts.config
+        read = config["in_channels"]
+        predicted = config.get("out_channels") or read
+        if read != predicted:
+            raise ConfigError(
+                f"{self.facts.denoiser.path}: the transformer reads {read} values per token and "
+                f"predicts {predicted}: it is one of Flux's tools (Fill, Canny, Depth), which are "
+                "not supported"
+            )
+        super().require_own()
+
     def check(self) -> None:
         """Check the parts, and that no setting asks for guidance that the model does not have.
 

@@ -68,6 +68,28 @@ def test_the_files_of_fluxs_tools_are_rejected_by_name(
         train("flux", path)
 
 
+@TOOLS
+def test_the_pipelines_of_fluxs_tools_are_rejected_by_name(
+    times: int,
+    pipeline: str,
+    train: Callable[[str, Path], None],
+    flux_base: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "tool"
+    shutil.copytree(flux_base, folder)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    path = folder / "transformer" / "config.json"
+    sizes = {"in_channels": 64 * times, "out_channels": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = tc.load_file(path)
+    tensors["x_embedder.weight"] = widened(tensors["x_embedder.weight"], times)
+    tc.save_file(tensors, path)
+    with pytest.raises(tc.ConfigError, match=TOOL):
+        train("flux", folder)
+
+
 def test_lumina_2_is_rejected_by_name(
     train: Callable[[str, Path], None], zimage_base: Path, tmp_path: Path
 ) -> None:

@@ -33,8 +33,8 @@ def test_parts_that_do_not_fit_are_reported_by_loading_and_by_checking(
         shutil.copytree(base, folder)
         path = folder / "transformer" / "config.json"
         content = json.loads(path.read_text())
-        # A null `out_channels` would change with `in_channels`.
-        outputs = {"out_channels": 16} if "out_channels" in content else {}
+        has_outputs = field == "in_channels" and "out_channels" in content
+        outputs = {"out_channels": 2 * content[field]} if has_outputs else {}
         path.write_text(json.dumps(content | outputs | {field: 2 * content[field]}))
         error = "vae: the latents of" if field == "in_channels" else "text_encoder.*: it makes"
         with pytest.raises(ConfigError, match=rf"{error} .*but the transformer reads"):
