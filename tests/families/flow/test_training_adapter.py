@@ -45,7 +45,7 @@ def losses(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
-@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2", "qwen-image"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"])
 def test_a_training_adapter_affects_the_loss_but_no_images(
     name: str, adapter: str, configure: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
@@ -70,6 +70,36 @@ def test_a_training_adapter_affects_the_loss_but_no_images(
     assert np.abs(run.task.draw(["a"], OPTIONS).astype(int) - drawn).max() <= 1
     remarks = tc.verify_adapter(run.adapter_path, name, base).remarks
     assert any("the training adapter adapter.safetensors" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize("name", ["sd3", "zimage"])
+def test_a_run_with_a_training_adapter_equals_one_on_a_model_into_which_it_is_merged(
+    name: str,
+    configure: Callable[..., TrainConfig],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """The two runs have the same losses and write the same adapter, of the rank that was asked."""
+    base = request.getfixturevalue(f"{name}_base")
+    cache = {"cache": "disk", "cache_dir": str(tmp_path / "cache")}
+    first = train_adapter(configure(name, base, "over", rank=3, alpha=6.0, **cache))
+    training_adapter = first.adapter_path
+    task = families.load(name, base, "f32", "cpu")
+    task.load_adapter(training_adapter, 1.0)
+    task.save_merged(tmp_path / "merged")
+    given = {"optimizer": "sgd", "learning_rate": 1.0, "target_modules": ["to_q"], **cache}
+    on_merged = train_adapter(configure(name, tmp_path / "merged", "on merged", **given))
+    over = configure(name, base, "run", **given, training_adapter=str(training_adapter))
+    run = train_adapter(over)
+    alone = train_adapter(configure(name, base, "alone", **given))
+    found, expected, plain = (np.array(losses(r.output), float) for r in (run, on_merged, alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert np.abs(found - plain).min() > 1e-3
+    saved, merged = (tc.load_file(r.adapter_path) for r in (run, on_merged))
+    assert saved.keys() == merged.keys()
+    for key, tensor in saved.items():
+        np.testing.assert_allclose(tensor.numpy(), merged[key].numpy(), rtol=1e-5, atol=1e-7)
+        assert 4 in tensor.shape
 
 
 def test_a_resumed_run_keeps_the_training_adapter(
