@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainable_candle import hub
-from trainable_candle.cli import COMMANDS, demo, train
+from trainable_candle.cli import COMMANDS, demo, main, train
 from trainable_candle.cli.ray import continuation
 from trainable_candle.cli.ray import make_parser as make_ray_parser
 from trainable_candle.cli.ray import run as run_ray
@@ -23,17 +24,27 @@ SETTINGS_FILES = ("run.yaml", "run/config.yaml")
 
 
 def command_lines(text: str) -> Iterator[str]:
-    """Yield the lines of shell blocks, then the backquoted commands outside code blocks.
+    """Yield the lines of shell blocks, the lists `command:` in YAML, then commands in the prose.
 
     A line that ends in a backslash is joined with the next line.
     """
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
+    for words in re.findall(r"^ +command: (\[.*\])$", text, re.MULTILINE):
+        yield shlex.join(yaml.safe_load(words))
+    yield from (code for code in mentions(text) if has_values(code))
+
+
+def mentions(text: str) -> Iterator[str]:
+    """Yield the backquoted commands outside code blocks."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)})\s[^`]+)`", prose):
-        # A command with the placeholder NAME, without flags, or with --help has no values to check.
-        if "NAME" not in code and "--" in code and "--help" not in code:
-            yield code.replace("\n", " ")
+        yield " ".join(code.split())
+
+
+def has_values(code: str) -> bool:
+    """Return whether a command has values to check, and neither --help nor a placeholder NAME."""
+    return "NAME" not in code and "--" in code and "--help" not in code
 
 
 def commands(document: str) -> Iterator[list[str]]:
@@ -79,7 +90,8 @@ def test_a_command_fails_only_for_missing_files(
     for path in SETTINGS_FILES:
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
-    command, *arguments = DOCUMENTED[name]
+    # The documents keep the file of a job on Kubernetes in a folder that this machine lacks.
+    command, *arguments = (word.removeprefix("/shared/") for word in DOCUMENTED[name])
     if command == "ray" or "--gpus" in arguments:
         # These commands need GPUs or Ray, which this machine may lack: check only their settings.
         _, settings = make_ray_parser("ray").parse_own(arguments)
@@ -96,6 +108,31 @@ def test_a_command_fails_only_for_missing_files(
         assert "there is no" in str(error), error  # noqa: PT017 - some commands need no file
     else:
         assert status == 0
+
+
+NAMED = {
+    code: document
+    for document in DOCUMENTS
+    for code in mentions((ROOT / document).read_text())
+    if not has_values(code)
+}
+
+
+def test_the_documents_name_commands_without_values() -> None:
+    assert NAMED.keys() > {"trainable-candle doctor", "train-lora --help-all"}
+
+
+@pytest.mark.parametrize("code", NAMED)
+def test_a_command_without_values_and_its_flags_are_in_the_help(
+    code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, *words = code.split()
+    command = "train" if program == "train-lora" else words[0]
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert [word for word in words if word.startswith("--") and f"{word} " not in printed] == []
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "/a/step-3"], ["--resume=auto"]], ids=str)
