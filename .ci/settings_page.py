@@ -53,6 +53,7 @@ def page() -> str:
 def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
     """Return the table row of a setting."""
     shown = "" if default is None or default in ("", []) else code(text(default))
+    # A name with dots stands for nested lines in YAML files, and is not a flag.
     also = ", ".join(
         code(synonym if "." in synonym else flag(synonym)) for synonym in setting.synonyms
     )
@@ -67,6 +68,7 @@ def value(hint: Any, setting: Setting) -> str:
         return ", ".join(code(choice) for choice in setting.choices)
     if get_origin(hint) is list:
         return "texts" if setting.texts else "names"
+    # Of `X | None` the type is X.
     kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
     switch = f"on, or {code('--no-…')}"
     type_names = {int: "whole number", float: "number", bool: switch, str: "text"}
@@ -78,6 +80,7 @@ def value(hint: Any, setting: Setting) -> str:
     # 2**63 is the bound of every whole number that has no other.
     if setting.below is not None and setting.below < 2**63:
         limits.append(f"below {setting.below:g}")
+    # Words that stand for numbers.
     words = [code(word) for word in setting.words]
     return ", ".join([" ".join([type_names[kind], *limits]), *words])
 

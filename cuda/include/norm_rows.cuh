@@ -1,7 +1,9 @@
-// Rows of norms: their statistics and their normalized values.
+// Rows of the input of layer norm and RMS norm: their statistics and their normalized values.
 #pragma once
 
 #include "affine.cuh"
+
+// A team of threads (rows.cuh) works on a row, which consists of packs of N neighbouring elements.
 
 // The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
 // multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1
@@ -17,6 +19,9 @@ enum class Kind { LAYER, RMS, MODULATED };
 // Whether the norm subtracts the mean.
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
 
+// A row of elements of type T in packs of N. `for_each_place` calls its function with the `place` of each pack of the thread (the pack's
+// index in registers, or NORM_HELD if the pack is in memory only) and with `at`, the index of the pack's first element in the row.
+// `keep_narrow` keeps values in registers as T instead of widened.
 template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
 
 // Adds the row `other` to `row` and rounds the result to T. The result replaces the values of `row` and is written to `sum`.
@@ -35,7 +40,8 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
     });
     row.keep_narrow();
     // Later loops read the packs that are not in registers from `sum`. A thread reads only packs that it wrote itself, so the team need not
-    // wait. But the compiler must not move these loads before the stores, which it does not know to write memory (`store_words`).
+    // wait. But the compiler must not move these loads before the stores: wide stores are inline assembly
+    // (`store_words`), of which it does not know that it writes memory.
     row.start = sum;
     one_at_a_time();
 }
@@ -56,7 +62,8 @@ __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&
 // Normalizes the rows of x, or, unless `residual` is null, those of x + residual, rounded to T, which it also writes to `sum`. Writes
 // each row's mean (if the norm subtracts it) and `rstd`, the reciprocal of its root mean square or standard deviation (with eps).
 // Then calls write(row, values, normalized) for each row: `values` is the NormRow, and normalized(place, at, result) computes the results
-// of its pack at `place`, whose first element has the index `at`. All threads of the team call `write`.
+// of its pack at `place`, whose first element has the index `at`. All threads of the team call `write`. `shared` is shared memory for
+// `team_sum`.
 template <typename T, int N, Kind KIND, typename Write>
 __device__ __forceinline__ void normalize(const T *x, const T *residual, T *sum, Affine affine, Acc<T> *mean, Acc<T> *rstd, uint64_t rows,
                                           uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared, Write write) {

@@ -60,7 +60,8 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     }
 };
 
-// Calls f(N, INTERLEAVED) with the template arguments of `Pairs` as integral constants. N is WIDE<T> if `is_wide`, otherwise 1.
+// Calls f(N, INTERLEAVED) with the template arguments of `Pairs` as integral constants. N is WIDE<T>, the elements in 16 bytes, if
+// `is_wide`, otherwise 1. `is_wide` requires that half is a multiple of WIDE<T>, and all addresses are multiples of 16.
 template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
     using Many = std::integral_constant<int, WIDE<T>>;
     using One = std::integral_constant<int, 1>;

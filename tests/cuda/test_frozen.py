@@ -1,7 +1,9 @@
 """Captured functions whose state on the host, such as a learning rate, changes between calls.
 
 The next call replays the graph with the new state, runs without the graph (a later call then
-records it again), or raises an error. The simulated device's kernels do not compute;
+records it again), or raises an error. `cuda.run` runs code on a simulated device and returns the
+log of its calls. `run.after(name)` is the part of the log after `mark(name)`, and calls of the kind
+"refused" are those that the simulated driver rejected. The device's kernels do not compute;
 test_frozen_gpu.py compares the values.
 """
 
@@ -215,7 +217,8 @@ AVERAGE = """
 def weights_of_updates(calls: list[Any]) -> list[float]:
     """The weight of the trained value, 1 - decay, in each update of averages.
 
-    The kernel `fill_f64` writes this number, its last argument.
+    The kernel `fill_f64` writes this number, its last argument, whose bits the log has in
+    hexadecimal.
     """
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
@@ -239,7 +242,7 @@ def test_replays_warm_averages_up_and_reject_updates_while_swapped_in(
         assert (step.is_recorded, ema.updates) == (call > 0, call + 1)
     mark("load")
     state = ema.state_dict()
-    state["updates"] = tc.tensor([20], dtype="i64")
+    state["updates"] = tc.tensor([20], dtype="i64")  # still within the warm-up: 21 / 30 < 0.9
     ema.load_state_dict(state)
     step(x)
     assert ema.updates == 21

@@ -34,9 +34,9 @@ def train(device: str, dtype: str) -> list[float]:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("f64", 1e-12), ("f32", 1e-4), ("bf16", 5e-2)])
 def test_losses_are_near_those_on_the_cpu(dtype: str, rtol: float) -> None:
-    here, there = train("cpu", dtype), train("cuda", dtype)
-    assert here[-1] < 0.9 * here[0]
-    np.testing.assert_allclose(there, here, rtol=rtol)
+    on_cpu, on_gpu = train("cpu", dtype), train("cuda", dtype)
+    assert on_cpu[-1] < 0.9 * on_cpu[0]
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=rtol)
 
 
 def test_values_of_every_dtype_are_copied_to_the_gpu_and_back() -> None:
@@ -50,7 +50,7 @@ def test_a_process_goes_on_after_an_error_of_full_memory() -> None:
     total = tc.cuda.memory_stats()["total"]
     before = tc.cuda.memory_stats()["allocated"]
     with pytest.raises(tc.OutOfMemoryError, match="zeros: a tensor of shape"):
-        tc.zeros((total,), dtype="u8", device="cuda")
+        tc.zeros((total,), dtype="u8", device="cuda")  # as many bytes as the GPU has
     small = tc.ones((1 << 20,), device="cuda")
     assert small.sum().item() == 1 << 20
     del small
@@ -59,6 +59,7 @@ def test_a_process_goes_on_after_an_error_of_full_memory() -> None:
 
 def test_memory_can_be_limited() -> None:
     tc.cuda.empty_cache()
+    # Room for 256 MiB: 512 MiB exceed the limit, 64 MiB do not.
     limit = tc.cuda.memory_stats()["reserved"] + (256 << 20)
     tc.cuda.set_memory_limit(limit)
     try:
@@ -109,6 +110,7 @@ def test_a_scaled_loss_keeps_its_scale_for_later_backward_passes() -> None:
     weight = tc.Var([1.0], device="cuda")
     optimizer = tc.optim.SGD([weight], lr=0.1)
     scaler = tc.optim.GradScaler(init_scale=8.0, growth_interval=1)
+    # `scaler.step` needs a gradient of the optimizer's variable, whose value does not matter.
     (weight * 1).sum().backward()
     scaled = scaler.scale((x * x).sum())
     scaled.backward(retain_graph=True)
@@ -117,4 +119,4 @@ def test_a_scaled_loss_keeps_its_scale_for_later_backward_passes() -> None:
     assert scaler.get_scale() == 16.0
     x.zero_grad()
     scaled.backward()
-    assert x.grad.tolist() == [48.0]
+    assert x.grad.tolist() == [48.0]  # 8 times the gradient of x * x, 2 x = 6

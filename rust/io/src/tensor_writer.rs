@@ -54,8 +54,8 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same entry, but its u8 values are the bytes of eight-bit numbers of the type `codes`, or plain numbers if
-    /// `codes` is `None`.
+    /// The same entry with other `codes`: its u8 values are the bytes of eight-bit numbers of this type, or numbers of
+    /// the dtype u8 if `codes` is `None`.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }
@@ -195,6 +195,7 @@ mod tests {
                 Ok((format!("t{i}"), Tensor::full(i as f64, (2, i + 1), DType::F32, &Device::Cpu)?.to_dtype(dtype)?))
             })
             .collect::<Result<_>>()?;
+        // So many entries that two files with a random order of entries would differ.
         let metadata: BTreeMap<String, String> = (0..20).map(|i| (format!("key{i}"), i.to_string())).collect();
         let mut files = Vec::new();
         for (name, reversed) in [("a", false), ("b", true)] {

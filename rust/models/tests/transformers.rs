@@ -1,4 +1,5 @@
-//! Tests of the diffusion transformers without their weights: names and shapes at full size.
+//! Tests of the diffusion transformers without their weights: names and shapes at full size. The default of each
+//! configuration is a published model; the other models change some fields.
 
 mod published;
 

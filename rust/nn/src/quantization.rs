@@ -11,7 +11,8 @@ pub struct Quantizable {
     /// Substrings of layer names. A layer in a block keeps its dtype if its name contains one of these substrings.
     pub unquantized: &'static [&'static str],
     /// Substrings of layer names. A layer whose name contains one of these substrings computes a block's modulation
-    /// (shifts, scales and gates from the timestep). The model computes the modulation before the block runs.
+    /// (shifts, scales and gates from the timestep). The model computes the modulation before the block runs, so these
+    /// layers are not streamed together with the block.
     pub modulation: &'static [&'static str],
     /// Names of matrices outside of blocks: the embedding of a language model, of which only some rows are dequantized
     /// at a time, and the head, which is too large to be dequantized as a whole. They are quantized to int8 or a ggml

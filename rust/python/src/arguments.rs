@@ -253,7 +253,7 @@ impl Shape {
     ///
     /// # Errors
     /// `ShapeError` if several sizes are -1, if another size is negative, or if no size in place of -1 gives the
-    /// product.
+    /// product, or every size does (because another size and `elements` are 0).
     pub fn infer(&self, op: &'static str, elements: usize) -> Result<Vec<usize>> {
         let given = self.numbers(op)?;
         let Some(unknown) = given.iter().position(|&size| size == -1) else { return sizes(op, &given) };
@@ -351,7 +351,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Sections {
     }
 }
 
-/// One name, or a list of names; otherwise the description that [`describe`] returns.
+/// One name, or a list of names; for any other argument, its description from [`describe`].
 pub struct Names(std::result::Result<Vec<String>, String>);
 
 impl Names {
@@ -376,7 +376,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Names {
     }
 }
 
-/// A path (a str, bytes or an `os.PathLike`); otherwise the description that [`describe`] returns.
+/// A path (a str, bytes or an `os.PathLike`); for any other argument, its description from [`describe`].
 pub struct FilePath(std::result::Result<PathBuf, String>);
 
 impl FilePath {

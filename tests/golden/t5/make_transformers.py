@@ -71,6 +71,7 @@ def largest(model, ids):
 def main():
     root = Path(sys.argv[1])
     torch.manual_seed(20261122)
+    # Ids 0 and 1 are T5's padding and end of text.
     ids = torch.randint(2, VOCABULARY, (2, 37))
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
@@ -87,7 +88,8 @@ def main():
         case["nothing_seen"] = model(ids, attention_mask=mask * 0).last_hidden_state
         case["long"] = model(long).last_hidden_state
         if name == "gated":
-            # f16 holds both factors of each gated product, but not the product.
+            # f16 holds both factors of each gated product, but not the product. The test multiplies
+            # the saved weights by the same number.
             for block in model.encoder.block:
                 inner = block.layer[1].DenseReluDense
                 inner.wi_1.weight *= 8192

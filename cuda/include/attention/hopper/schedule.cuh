@@ -13,8 +13,8 @@
 #include "../shape.cuh"
 
 // Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`,
-// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before this span. (With `Shares`,
-// shares.cuh, it is the number of places; with `Queue`, queue.cuh, it is not used.)
+// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before this span; the
+// backward pass orders its sums by it. (With `Shares`, shares.cuh, it is the number of places; with `Queue`, queue.cuh, it is not used.)
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -74,8 +74,9 @@ struct Schedule {
         count = owner(place + steps - 1) - first + 1;
         return first;
     }
-    // The slot of a block's part of an item. Each block has two slots. They suffice if there are fewer split items than blocks: then a
-    // block's part of the sequence has steps of at most two items.
+    // The slot of a block's part of an item. Each block has two slots: the first is for the item in which the block's part of the sequence
+    // begins, the second for the next item. They suffice if there are fewer split items than blocks: then a block's part of the sequence
+    // has steps of at most two items.
     __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
         return 2 * block + (start(block) / steps != item - whole);
     }
@@ -87,11 +88,11 @@ __device__ __forceinline__ ScheduleWalk::ScheduleWalk(const Schedule &schedule)
 __device__ __forceinline__ bool ScheduleWalk::next(const Schedule &schedule, Span &span) {
     const uint32_t steps = schedule.steps;
     if (item < schedule.whole) {
-        span = {item, 0, steps, 0, time, false};
+        span = {item, /*begin=*/0, /*end=*/steps, /*slot=*/0, time, /*is_part=*/false};
         item += schedule.blocks;
     } else if (place < end) {
         const uint32_t index = place / steps, begin = place - index * steps;
-        span = {schedule.whole + index, begin, min(steps, begin + end - place), 0, time, true};
+        span = {schedule.whole + index, begin, min(steps, begin + end - place), /*slot=*/0, time, /*is_part=*/true};
         span.slot = schedule.slot(span.item, blockIdx.x);
         place += span.end - begin;
     } else {

@@ -9,8 +9,8 @@ How a file becomes batches::
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
 Examples are not padded: the examples of a batch follow each other in one sequence of tokens. A
-token attends only to tokens of its own example; in a pair of answers, only to those of its own
-prompt and answer.
+token attends only to tokens of its own example. If the example is a pair (a preferred and a
+rejected answer, each after the prompt), a token attends only to its own answer and prompt.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, has_pairs, load_texts

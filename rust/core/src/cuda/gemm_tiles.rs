@@ -4,8 +4,8 @@ use super::gpu::Gpu;
 use super::product_calls::Key;
 
 /// The sizes `[m, n, k]` in cuBLAS' order, where n is the number of rows of the model's input; whether the first
-/// operand (the weight) is transposed, as in a forward pass; whether there is a bias; and cuBLASLt's number of the
-/// tile.
+/// operand (the weight) is transposed, as in a forward pass but not in the product for the input's gradient; whether
+/// there is a bias; and cuBLASLt's number of the tile.
 type Choice = ([usize; 3], bool, bool, u32);
 
 /// Products in half precision for which the usual algorithm is not the fastest: with a bias, the usual algorithm is the
@@ -62,13 +62,14 @@ const CHOICES: &[Choice] = &[
     ([6144, 4096, 1536], false, false, 20),
 ];
 
-/// Returns the tile for a product, if one is known to be faster. A choice also applies to fewer rows, by less than an
-/// eighth, because they need nearly the same number of tiles.
+/// Returns the tile for a product, if one is known to be faster. A listed choice also applies to fewer rows, by
+/// less than an eighth, because they need nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     if !gpu.runs_hopper_kernels() || !key.arithmetic.is_half() {
         return None;
     }
     // The choices were measured with row-major inputs, the second operand: cuBLAS does not transpose them.
+    // (An operand of a key has a second field, the distance between its columns, which does not matter here.)
     let ([m, n, k], [(is_transposed, _), (false, _)]) = (key.sizes, key.operands) else { return None };
     let fits = |&&([listed_m, listed_n, listed_k], listed_transposed, listed_bias, _): &&Choice| {
         (listed_m, listed_k, listed_transposed, listed_bias) == (m, k, is_transposed, key.arithmetic.has_bias())

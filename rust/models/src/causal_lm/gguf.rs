@@ -63,7 +63,7 @@ pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     Box::new(LlamaCpp { heads, layers, is_part: config.is_part(), has_head: config.has_own_head() })
 }
 
-/// llama.cpp's names.
+/// The layout with llama.cpp's names of the parameters.
 struct LlamaCpp {
     /// The numbers of query heads and of key heads if the rows of their projections are interleaved
     /// ([`Form::Interleaved`]), otherwise `None`.
@@ -182,7 +182,8 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
 fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Option<Value>> {
     if file.shape(DIVISORS_KEY).is_some() {
         // Only `LongRoPE` has a divisor for each frequency. The file's divisors hold for texts of all lengths, so they
-        // are `LongRoPE`'s divisors for short and for long texts.
+        // are `LongRoPE`'s divisors for short and for long texts, and the length at which it switches between the two
+        // (`original_max_position_embeddings`) does not matter.
         let divisors = file.read_as(DIVISORS_KEY, Some(DType::F32), &Device::Cpu)?.to_vec::<f32>()?;
         let longest = fact("context_length");
         return Ok(Some(json!({

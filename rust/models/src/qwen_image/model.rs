@@ -1,4 +1,5 @@
-//! The transformer. It predicts the velocity from the time and from tokens of the noisy latents and of the text.
+//! Qwen-Image's transformer. It predicts the velocity from the time and from tokens of the noisy latents and of the
+//! text.
 
 use std::sync::Arc;
 
@@ -70,7 +71,8 @@ impl QwenImageTransformer {
             names: DoubleBlockNames { norms: MODULATION, feed_forward: ["img_mlp", "txt_mlp"] },
             ..DoubleBlockKind::default()
         };
-        let img_in = weights.linear("img_in", config.in_channels, dim, true)?;
+        let with_bias = true;
+        let img_in = weights.linear("img_in", config.in_channels, dim, with_bias)?;
         let condition_sizes = ConditionSizes { dim, pooled: None, guidance: false, bias: true };
         let block = |i| DoubleBlock::new(config.block(), kind, &mut weights.pp(&format!("transformer_blocks.{i}")));
         Ok(Self {
@@ -79,9 +81,9 @@ impl QwenImageTransformer {
             lengths: TextLengths::new(Self::CLASS_NAME, img_in.weight.device())?,
             img_in,
             txt_norm: weights.rms_norm("txt_norm", text_dim, EPS)?,
-            txt_in: weights.linear("txt_in", text_dim, dim, true)?,
+            txt_in: weights.linear("txt_in", text_dim, dim, with_bias)?,
             time_text_embed: TimeTextEmbedding::new(condition_sizes, &mut weights.pp("time_text_embed"))?,
-            output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], true, weights)?,
+            output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], with_bias, weights)?,
             config,
         })
     }
@@ -98,12 +100,14 @@ impl QwenImageTransformer {
     /// As [`TokenSizes::check`] and [`TextLengths::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and
     /// `txt_ids` have different dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<Tensor> {
+        // The numbers of image tokens and of text tokens.
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
         // `timestep` may be one time for all samples, but the modulation needs one time for each sample.
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
         let times = times.mul_scalar(TIME_SCALE)?.broadcast_as(batch)?;
-        let condition = self.time_text_embed.forward(&times, None, None)?;
+        let (pooled, guidance) = (None, None);
+        let condition = self.time_text_embed.forward(&times, pooled, guidance)?;
         let image = self.img_in.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.txt_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let text = self.txt_in.forward(&text)?;
@@ -199,6 +203,7 @@ impl Model for QwenImageTransformer {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        // `outside`: layers outside of checkpoints. `linear` takes the numbers of input values and of tokens.
         saved.outside(|saved| {
             self.time_text_embed.saved(saved);
             saved.linear(&self.img_in, (area * self.config.in_channels, area));
@@ -213,6 +218,7 @@ impl Model for QwenImageTransformer {
     }
 
     fn original_names(&self) -> OriginalNames {
+        // Original checkpoints have the same names.
         Arc::new(|layer| Some(Key::plain(layer)))
     }
 }

@@ -41,13 +41,14 @@ impl AutoencoderKL {
     pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let latent_channels = config.latent_channels;
-        let mut statistic =
-            |index: usize, initial: f64| weights.get(STATISTICS[index], 4 * latent_channels, Init::Constant(initial));
+        let [mean, variance] = STATISTICS;
+        let mut statistic = |name: &str, initial: f64| weights.get(name, 4 * latent_channels, Init::Constant(initial));
         let is_normed = config.latent_norm_eps.is_some();
-        let statistics = if is_normed { Some([statistic(0, 0.0)?, statistic(1, 1.0)?]) } else { None };
+        let statistics = if is_normed { Some([statistic(mean, 0.0)?, statistic(variance, 1.0)?]) } else { None };
         Ok(Self {
             encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
             decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
+            // Its input and output have the mean and the logarithm of the variance of each latent channel.
             quant_conv: config
                 .use_quant_conv
                 .then(|| conv1x1("quant_conv", 2 * latent_channels, 2 * latent_channels, weights))
@@ -137,8 +138,8 @@ impl Architecture for AutoencoderKL {
         keys::layout(original, config, files)
     }
 
-    /// As the configuration says. The activations of some autoencoders, such as SDXL's, exceed the range of f16, and
-    /// bf16 loses visible detail.
+    /// Whether the model needs f32: as the configuration says. The activations of some autoencoders, such as SDXL's,
+    /// exceed the range of f16, and bf16 loses visible detail.
     fn force_upcast(config: &VaeConfig) -> bool {
         config.force_upcast
     }

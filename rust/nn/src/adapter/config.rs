@@ -135,6 +135,7 @@ impl LoraConfig {
         }
         self.validate_dtype()?;
         self.validate_oft()?;
+        // In Python, -1 stands for `None`.
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
                 "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for sizes near the square roots of the \
@@ -426,10 +427,12 @@ mod tests {
         let mut c = config(&["all-linear"]);
         c.rank_pattern.insert("to_q".into(), 4);
         c.alpha_pattern.insert("to_q".into(), 2.0);
+        // The scale is alpha / r = 2 / 4, and alpha / √r = 2 / 2 with rsLoRA.
         let settings = c.settings("a.to_q", false).unwrap();
         assert_eq!((settings.rank, settings.scale), (4, 0.5));
         c.use_rslora = true;
         assert_eq!(c.settings("a.to_q", false).unwrap().scale, 1.0);
+        // No pattern matches this name, so the layer has the default rank.
         assert_eq!(c.settings("a.to_k", false).unwrap().rank, 8);
         c.rank_pattern = BTreeMap::from([("all-conv".into(), 2)]);
         assert_eq!((c.settings("a.conv1", true).unwrap().rank, c.settings("a.to_k", false).unwrap().rank), (2, 8));

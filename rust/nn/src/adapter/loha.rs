@@ -1,5 +1,5 @@
 //! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂), where ∘
-//! is the elementwise product.
+//! is the elementwise product and s the scale alpha / r.
 //!
 //! A convolution's weight counts as a matrix (out, height · width · in), in files (out, in · height · width). LyCORIS'
 //! Tucker form of convolutions is not supported.
@@ -24,6 +24,7 @@ const B2: &str = "hada_w2_b";
 pub static KIND: AdapterKind = AdapterKind {
     name: "loha",
     parameters: &[(A1, Layout::Same), (B1, Layout::FlatKernel), (A2, Layout::Same), (B2, Layout::FlatKernel)],
+    // A file with A₁ holds LoHa, as no other kind has this parameter. The first dimension of B₁ is the rank.
     mark: &[A1],
     ranked: &[B1],
     saved: SavedByAdapter::low_rank,

@@ -15,7 +15,7 @@ struct Comparison {
     op: &'static str,
     /// The sum of the relations for which the comparison is true: 1 (less), 2 (equal), 4 (greater) and 8 (an operand is
     /// NaN), as in `kernels/compare.cu`.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the kernel reads it"))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the CUDA kernel reads it"))]
     relations: u32,
     /// The comparison on the CPU, of operands of the same shape.
     on_cpu: fn(&Raw, &Raw) -> candle_core::Result<Raw>,
@@ -26,6 +26,7 @@ impl Comparison {
         check(self.op, a, b)?;
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), self.op)?;
         check_allocation_on(a.device(), self.op, shape.dims(), DType::U8)?;
+        // A comparison is not on the tape, so checkpoints learn here that it reads its operands.
         checkpoint::reads(&[a, b]);
         on_device!(
             a.device(),
@@ -36,6 +37,7 @@ impl Comparison {
     }
 }
 
+/// Defines a method of `Tensor` from each line `name relations documentation`; see [`Comparison::relations`].
 macro_rules! comparisons {
     ($($name:ident $relations:literal $doc:literal;)*) => {
         impl Tensor {

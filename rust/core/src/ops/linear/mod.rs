@@ -42,6 +42,7 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
 pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
+    // While products of 8-bit codes are enabled (`set_w8a8`), a weight in a fitting format is not dequantized.
     if let WeightRef::Quantized(weight) = weight
         && let Some(y) = weight.product_of_codes(x, Addends { bias, residual: None })?
     {
@@ -64,12 +65,13 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
             weight.product(&y, x, accumulates)?;
             Ok(y)
         }
+        // `here` returns the weight on the device of its layer, to which it was streamed.
         WeightRef::Streamed(weight) => forward(x, (&weight.here()?).into(), bias),
     }
 }
 
-/// [`forward`] for an operation that saves other values, but not y. If a checkpoint's recomputation ends with the
-/// operation, nothing reads y, and zeros take its place.
+/// [`forward`] for an operation that saves other values, but not y. A checkpoint's recomputation only restores saved
+/// values. So if it ends with this operation, nothing reads y, and zeros take its place.
 pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
     if checkpoint::ends_here() {
         return compute::zeros(&[x.dims()[0], weight.dims()[0]], x.dtype(), x.device());
@@ -95,7 +97,8 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     // The bias is written first, and the product is added to it. Adding the bias afterwards would take one more pass
     // over y.
     let y = bias_rows(bias, x.dims()[0])?;
-    compute::matmul_accumulate(&y, x, &weight, 1.0)?;
+    let alpha = 1.0;
+    compute::matmul_accumulate(&y, x, &weight, alpha)?;
     Ok(y)
 }
 
@@ -158,6 +161,7 @@ fn same_device(op: &'static str, x: &Tensor, name: &str, device: &Device) -> Res
     Err(Error::device(op, format!("the {name} is on another device than the input; move one with to()")))
 }
 
+/// The inputs on the tape are x (index 0), the weight (1) if it is a tensor, and the bias if there is one.
 struct LinearBackward {
     /// The input, if the weight needs a gradient.
     x: Option<Saved>,
@@ -178,7 +182,8 @@ impl Backward for LinearBackward {
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = as_matrix(&x.get()?)?;
             let shape = (grad.dims()[1], x.dims()[1]);
-            context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], 1.0)?;
+            let alpha = 1.0;
+            context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], alpha)?;
         }
         if context.needs(self.bias) {
             context.add(self.bias, compute::sum(&grad, &[0], false)?)?;
@@ -225,8 +230,8 @@ pub static ENTRIES: &[Entry] = &[
                 x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
             };
             let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
-            /// A case with a quantized weight and a trained bias. With rows of 27 elements, NF4 blocks cross the ends
-            /// of rows.
+            /// A case with a quantized weight, which `example` makes, and a trained bias. With rows of 27 elements, NF4
+            /// blocks (64 elements) cross the ends of rows.
             fn quantized(label: &'static str, format: Format) -> Case {
                 let plain = move |x: &[Tensor]| {
                     let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;

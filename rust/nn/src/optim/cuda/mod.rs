@@ -1,5 +1,5 @@
-//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory. One launch updates all
-//! variables that have the same kinds of states and the same dtypes.
+//! An optimizer's steps on a CUDA device. States, hyper-parameters and step counters are in device memory. One launch
+//! updates all variables that have the same kinds of states and the same dtypes.
 
 mod access;
 mod gradient;
@@ -109,7 +109,7 @@ impl Layout {
     }
 }
 
-/// Returns the number of entries that a state of `kind` has for `blocks` blocks of elements.
+/// Returns the number of entries that a state of `kind` has for `blocks` blocks of [`STATE_BLOCK`] elements.
 const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
@@ -186,13 +186,8 @@ impl OnDevice {
         }
         for (layout, ends) in on_device.layouts.iter_mut().zip(ends) {
             for (spec, end) in layout.specs.iter().zip(ends) {
-                layout.buffers.push(state_buffer(
-                    R::NAME,
-                    state_place,
-                    entries(spec.kind, end),
-                    layout.dtype(spec.kind),
-                    &device,
-                )?);
+                let (length, dtype) = (entries(spec.kind, end), layout.dtype(spec.kind));
+                layout.buffers.push(state_buffer(R::NAME, state_place, length, dtype, &device)?);
             }
         }
         on_device.make_masters(groups, &device)?;
@@ -214,6 +209,7 @@ impl OnDevice {
             }
         };
         for (slot, (&index, step)) in slots.group_of.iter().zip(steps).enumerate() {
+            // `None`: the slot's counter becomes `step`, instead of that of another slot.
             self.settings.configure(R::NAME, slot, settings::<R>(&groups[index].config, step, seed)?, None)?;
         }
         self.slots.set(slots)?;
@@ -273,14 +269,15 @@ impl OnDevice {
 
     /// Tells whether group `index` would have the same states with the hyper-parameters `config`.
     pub(super) fn states_are<R: Rule>(&self, groups: &[Group<R::Config>], index: usize, config: &R::Config) -> bool {
-        let before: usize = groups[..index].iter().map(|group| group.parameters.len()).sum();
-        let places = groups[index].parameters.iter().zip(&self.places[before..]);
+        let first_variable: usize = groups[..index].iter().map(|group| group.parameters.len()).sum();
+        let places = groups[index].parameters.iter().zip(&self.places[first_variable..]);
         places.into_iter().all(|(p, place)| self.layouts[place.layout].specs == R::states(config, p.var.dims()))
     }
 
     /// Sets the hyper-parameters of the optimizer's group `index`, for the steps that are queued after this call. Step
     /// counters do not change.
     pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
+        // The step number 0 is not used: each slot keeps its counter (`Some(slot)`).
         let (settings, slots) = (settings::<R>(config, 0, self.seed)?, self.slots.get());
         let group_of = &slots.group_of;
         let mut of_group = (0..group_of.len()).filter(|&slot| group_of[slot] == index);
@@ -308,6 +305,7 @@ impl OnDevice {
             return Ok(());
         }
         self.split_slots::<R>(groups, &vars, &found)?;
+        // `read`, unlike `get`, makes a captured step depend on the slots.
         let slots = self.slots.read();
         let kernels = kernels::<R>()?;
         let device = vars[0].device();
@@ -327,6 +325,7 @@ impl OnDevice {
             self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), loss_scale)?;
         }
         self.launch::<R>(&kernels, &launches, zero)?;
+        // The kernels change the values; the host marks the variables as changed.
         for (_, _, variables) in launches {
             for index in variables {
                 let var = vars[index];
@@ -340,6 +339,7 @@ impl OnDevice {
                 }
             }
         }
+        // The kernels have zeroed the gradients; this marks them as cleared.
         if zero {
             let cleared: Vec<Var> = vars.into_iter().filter(|var| wanted(var)).cloned().collect();
             forget_grads(&cleared);
@@ -361,6 +361,7 @@ impl OnDevice {
         // function queues no work before `set`.
         self.slots.set(Arc::new(new))?;
         for (new_slot, slot) in (old.group_of.len()..).zip(split) {
+            // The step number 0 is not used: the new slot gets the counter of the old one (`Some(slot)`).
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0, self.seed)?;
             self.settings.configure(R::NAME, new_slot, settings, Some(slot))?;
         }
@@ -390,6 +391,7 @@ impl OnDevice {
                 }
                 None => (var.raw().clone(), half_precision_copy(all[index])),
             };
+            // Tables call a slot a group.
             let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument(
                     "step",
@@ -398,7 +400,10 @@ impl OnDevice {
             })?;
             // f32 parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
+            // In an elementwise update, all states of a variable begin at the same block. Other updates read the blocks
+            // from `Extent`.
             let state = place.blocks.first().copied().unwrap_or(0);
+            // If the variable is rounded stochastically: its first block among those of all variables.
             let first_block = all[index].rounded.map(|element| u32::try_from(element / BLOCK_SIZE as u64));
             let first = first_block.transpose().map_err(|_| {
                 Error::argument("step", "the variables have more elements than stochastic rounding can count")
@@ -422,8 +427,9 @@ impl OnDevice {
         launches: &[(usize, Arc<LaunchTable>, Vec<usize>)],
         zero: bool,
     ) -> Result<()> {
-        let before = kernels.before.iter().map(|&(kernel, is_single)| (kernel, is_single, false));
-        for (kernel, is_single, is_step) in before.chain([(kernels.step, false, true)]) {
+        // Each entry is (kernel, whether one block of threads processes all variables, whether it is the last kernel).
+        let earlier = kernels.before.iter().map(|&(kernel, is_single)| (kernel, is_single, false));
+        for (kernel, is_single, is_step) in earlier.chain([(kernels.step, false, true)]) {
             for (number, (layout, table, _)) in launches.iter().enumerate() {
                 let layout = &self.layouts[*layout];
                 match &**table {
@@ -458,11 +464,8 @@ impl OnDevice {
                 let place = &self.places[index];
                 Extent { dims: vars[index].dims().to_vec(), states: place.blocks.to_vec(), scratch: place.scratch }
             };
-            LaunchTable::Whole(WholeTable::new(
-                R::NAME,
-                known,
-                &launch.variables.iter().map(extent).collect::<Vec<_>>(),
-            )?)
+            let extents: Vec<Extent> = launch.variables.iter().map(extent).collect();
+            LaunchTable::Whole(WholeTable::new(R::NAME, known, &extents)?)
         };
         let table = Arc::new(table);
         if self.tables.len() == MAX_TABLES {

@@ -28,8 +28,9 @@ const FORWARD_SHARED: u32 = 155_776;
 const BACKWARD_SHARED: u32 = 221_264;
 
 /// Distributes the work over thread blocks, one per multiprocessor. An item is a head of a sample, and a step is a tile
-/// of the head's queries. Several blocks may share the steps of an item. Returns `None` if these kernels do not support
-/// the operands. The caller has checked that the general tensor-core kernels support the operands.
+/// of the head's queries. Several blocks may share the steps of an item. `widest` is the width of the general
+/// tensor-core kernels that fit; the caller has checked that they support the operands. Returns `None` if the kernels
+/// of this file do not support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
@@ -60,8 +61,8 @@ fn maps(
 }
 
 impl Attention<'_> {
-    /// Writes the result to `o`, and the log-sums to `log_sums`; returns false if these kernels do not support the
-    /// operands.
+    /// Writes the result to `o`, and the logarithms of softmax's sums to `log_sums`; returns false if these kernels do
+    /// not support the operands.
     pub(super) fn few_keys_forward(
         &self,
         gpu: &Gpu,
@@ -93,8 +94,9 @@ impl Attention<'_> {
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
         let Some(schedule) = schedule(gpu, sizes, widest, &[q, k, v, grad]) else { return Ok(false) };
-        // The most pairs of an item and a block that computes some of its steps. Each pair has a part of the gradient
-        // of the keys, and one of the gradient of the values.
+        // The most pairs of an item and a block that computes some of its steps: the blocks share one sequence of all
+        // steps, so each further pair begins where an item or a block begins. Each pair has a part of the gradient of
+        // the keys, and one of the gradient of the values.
         let pairs = (schedule.items + schedule.blocks - 1) as usize;
         let dims = [pairs, 2, KEYS as usize, COLUMNS as usize];
         let parts = (dk.is_some() || dv.is_some()).then(|| empty(op, gpu, &dims, DType::F32)).transpose()?;
@@ -114,7 +116,8 @@ impl Attention<'_> {
         let shape = Shape { grid: [blocks, 2, 1], block: [THREADS, 1, 1], shared: 0 };
         let parts = optional_input(op, parts.as_ref())?;
         let arguments = Finish { parts, dk, dv, dk_strides, dv_strides, shape: *sizes, schedule };
-        // SAFETY: as above; gradients that are not wanted are null.
+        // SAFETY: `parts` has room for each pair, the strides stay inside of the gradients, and gradients that are not
+        // wanted are null.
         unsafe { gpu.function(&ATTENTION_FEW_KEYS_FINISH, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         Ok(true)
     }

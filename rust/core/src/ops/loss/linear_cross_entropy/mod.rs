@@ -166,7 +166,10 @@ impl<'a> Matrix<'a> {
     /// Writes dh = g W, the gradient of the states, for the gradient g of the logits.
     fn write_gradient(self, dh: &Raw, g: &Raw) -> Result<()> {
         match self {
-            Self::Plain(weight) => compute::write_products(&[[dh, g, weight]], 1.0, false),
+            Self::Plain(weight) => {
+                let (alpha, accumulates) = (1.0, false);
+                compute::write_products(&[[dh, g, weight]], alpha, accumulates)
+            }
             Self::Quantized(weight) => weight.input_gradient(dh, g),
         }
     }
@@ -209,7 +212,8 @@ impl Head<'_> {
                 self.weight.write_gradient(&of_chunk, &gradient)?;
             }
             if let Some(of_weight) = &of_weight {
-                compute::matmul_accumulate(of_weight, &gradient.t()?, &states, 1.0)?;
+                let alpha = 1.0;
+                compute::matmul_accumulate(of_weight, &gradient.t()?, &states, alpha)?;
             }
         }
         Ok((results, [of_states, of_weight]))
@@ -228,6 +232,7 @@ const fn accumulator(dtype: DType) -> DType {
 
 /// The number of rows of a chunk.
 fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
+    // `check` rejects a weight without dimensions later.
     let row_bytes = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let chunk_bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
     let rows = (chunk_bytes / row_bytes.max(1)).max(1);
