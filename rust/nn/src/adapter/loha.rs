@@ -1,5 +1,5 @@
 //! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂), where ∘
-//! is the elementwise product and s the scale alpha / r.
+//! is the elementwise product and s the adapter's scale.
 //!
 //! A convolution's weight counts as a matrix (out, height · width · in), in files (out, in · height · width). LyCORIS'
 //! Tucker form of convolutions is not supported.

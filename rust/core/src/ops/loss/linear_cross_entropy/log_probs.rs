@@ -11,9 +11,9 @@ pub(in crate::ops::loss) static LOG_PROBS: OpInfo = OpInfo::cheap("linear_log_pr
 const OP: &str = LOG_PROBS.name;
 
 /// log softmax(h Wᵀ) at the targets: hidden states `h (N, D)`, W = `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for
-/// f64); 0 where the target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass
-/// computes the logits in chunks of rows. The backward pass computes them again: the gradient of a row's logits depends
-/// on the gradient of the row's result, which is unknown in the forward pass.
+/// f64); 0 where the target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass computes the
+/// logits in chunks of rows. The backward pass computes them again: the gradient of a row's logits depends on the
+/// gradient of the row's result, which is unknown in the forward pass.
 ///
 /// # Errors
 /// As [`linear_cross_entropy`](super::linear_cross_entropy), except those about its argument `weights`, which this
