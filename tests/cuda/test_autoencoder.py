@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Channel counts that suit tensor cores, and a head too wide for the attention kernels.
+# Channel counts that suit tensor cores. The attention of the middle block has one head of all 192
+# channels, which is too wide for the attention kernels, so matrix products compute it.
 AUTOENCODER = """
     import json
     import tempfile
@@ -38,7 +39,7 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         names = run.after(part).launches
         assert [name for name in names if name.startswith(slow)] == []
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
-        assert len(convolutions) > 8
+        assert len(convolutions) > 8  # the names above still match the kernels
         assert all(name.endswith("_bf16") for name in convolutions)
         # A kernel splits each operand of a convolution into pairs of bf16 numbers. It also splits
         # the operands of the attention's matrix products: two products for each of two images.
@@ -83,7 +84,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
 
         folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny"
         family = SDXL(folder, "bf16", "cuda")
-        family.model, family.coder.load()
+        family.model, family.coder.load()  # load both parts now: `model` is loaded on first use
         text = {
             "encoder_hidden_states": tc.zeros((1, 77, 128), device="cuda"),
             "text_embeds": tc.zeros((1, 64), device="cuda"),
@@ -100,7 +101,8 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
             return decode(latents)
 
         family.coder.decode = marked
-        draw(family, ["a", "b"], SampleOptions(steps=6), features, (64, 64))
+        size = (64, 64)
+        draw(family, ["a", "b"], SampleOptions(steps=6), features, size)
     """)
     assert run.of("refused") == []
     # `draw` calls `features` twice for each image: for the prompt and for the negative prompt. The

@@ -132,6 +132,7 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 @pytest.mark.parametrize(
     "shape",
     [
+        # Rows, inputs and outputs.
         (1, 640, 640),
         (77, 3072, 48),
         (333, 48, 1936),
@@ -178,12 +179,13 @@ def test_products_of_codes_are_near_those_of_the_cpu(
 def test_a_feed_forward_network_of_codes_equals_separate_operations(
     gpu: str, tmp_path: Path, width: int, dtype: str, format: str
 ) -> None:
-    """The separate operations are those of a selective checkpoint."""
+    """Under the policy "selective", the operations run separately; otherwise they are fused."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
     config |= {"block_out_channels": [8, 16, width], "norm_num_groups": 8, "layers_per_block": 1}
     config |= {"attention_head_dim": [1, 2, width // 16], "transformer_layers_per_block": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tc.manual_seed(0)
+    # Two images. Features of texts have 20 columns, and the pooled ones 12, as the config says.
     image, text = (tc.randn(shape).to(dtype).to(gpu) for shape in ((2, 4, 24, 16), (2, 7, 20)))
     pooled = tc.randn((2, 12)).to(dtype).to(gpu)
     times, sizes = tc.full((2,), 500.0, device=gpu), tc.full((2, 6), 64.0, device=gpu)

@@ -26,6 +26,7 @@ def test_features_equal_those_of_transformers(sdxl: Path, name: str, device: str
     assert len(states) == 4  # of the embedding and of three layers
     for i, state in enumerate(states):
         assert_near(state, case[f"hidden_states.{i}"])
+    # `penultimate` skips the last layer; `skipped(n)`, as diffusers' `clip_skip`, skips n more.
     assert_near(features.penultimate, case["hidden_states.2"])
     assert_near(features.skipped(1), case["hidden_states.1"])
     with pytest.raises(tc.ArgumentError, match="clip_skip is 3, expected 0 to 2"):
@@ -58,7 +59,7 @@ def test_adapters_of_a_checkpointed_encoder_get_the_same_gradients(sdxl: Path) -
 
 
 def test_wrong_inputs_are_reported(sdxl: Path) -> None:
-    model = load(sdxl, "text_encoder")
+    model = load(sdxl, "text_encoder")  # 17 positions, tokens 0 to 199
     with pytest.raises(tc.ShapeError, match="18 tokens, expected 1 to 17"):
         model(tc.zeros((1, 18), dtype="i64"))
     with pytest.raises(tc.ShapeError, match=r"expected \(B, S\)"):

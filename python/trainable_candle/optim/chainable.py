@@ -43,7 +43,7 @@ class ChainableScheduler:
     halved = schedulers.StepLR(optimizer, step_size=1, gamma=0.5)
     assert isinstance(halved, schedulers.ChainableScheduler)
     halved.step()
-    assert optimizer.lr == 5e-3
+    assert optimizer.lr == 5e-3  # half of the 1e-2 that it was made with
     ```
 
     Args:
@@ -58,7 +58,7 @@ class ChainableScheduler:
     """
 
     _is_closed = False
-    """Whether `_next` computes the rates of an epoch without the rates of the previous epoch."""
+    """Whether `_next` has a closed form: it does not use the rates of the previous epoch."""
 
     @explained
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
@@ -263,7 +263,7 @@ class ExponentialLR(ChainableScheduler):
     ```python
     scheduler = tc.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     scheduler.step()
-    assert scheduler.get_last_lr() == [0.005]
+    assert scheduler.get_last_lr() == [0.005]  # one group, which began with 0.01
     ```
     """
 
@@ -410,12 +410,12 @@ class CosineAnnealingLR(ChainableScheduler):
         super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        low, angle = self.eta_min, math.pi / self.T_max  # `angle` of the cosine in each epoch
+        low, angle = self.eta_min, math.pi / self.T_max  # the argument of cos grows by `angle`
         if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
             # The previous rates are `eta_min`, so the quotient below would divide by 0.
             rise = (1 - math.cos(angle)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
-        # How much the height of the cosine above `eta_min` changes since the previous epoch.
+        # The height of the cosine above `eta_min`, divided by its height in the previous epoch.
         factor = (1 + math.cos(angle * self.last_epoch)) / (
             1 + math.cos(angle * (self.last_epoch - 1))
         )

@@ -169,7 +169,8 @@ def _from_folder(folder: Path) -> Tokenizer:
 def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
     """Return the table of characters in a normalizer of `tokenizer.json`; empty if there is none.
 
-    A normalizer may be a sequence of normalizers.
+    SentencePiece normalizes characters by this table. A normalizer may be a sequence of
+    normalizers.
     """
     if normalizer is None:
         return b""

@@ -36,7 +36,7 @@ pub enum Init {
 }
 
 impl Weights<'_> {
-    /// The parameters whose names start with this object's prefix, followed by `name` and a dot.
+    /// The parameters whose names start with this object's prefix, followed by `name` and a dot ("push prefix").
     pub fn pp(&mut self, name: &str) -> Weights<'_> {
         let prefix = self.join(name);
         Weights { source: self.source, prefix }
@@ -50,14 +50,15 @@ impl Weights<'_> {
     ///
     /// # Errors
     /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file, or if
-    /// too many parameters are missing. If fewer are missing, [`Source::finish`] reports them. The errors of
-    /// [`Stored`](crate::Stored) and of drawing initial values.
+    /// so many parameters are missing that the weights must be those of another model. If fewer are missing,
+    /// [`Source::finish`] reports them. The errors of reading stored parameters ([`Stored`](crate::Stored)) and of
+    /// drawing initial values.
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
-    /// The matrix `name.weight` of `shape`, quantized if the source's [`Quantization`](crate::Quantization) includes
+    /// The matrix `name.weight` of `shape` (out, in), quantized if the source's [`Quantization`](crate::Quantization) includes
     /// `name`, and streamed if the source's [`Streaming`](crate::Streaming) does.
     ///
     /// # Errors

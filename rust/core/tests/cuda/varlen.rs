@@ -12,7 +12,7 @@ use super::{close, value_and_gradients};
 
 /// The sizes of one attention.
 struct Case {
-    /// The number of heads of queries, and that of keys.
+    /// The number of heads of queries, and that of keys and values.
     heads: [usize; 2],
     /// The features of a head.
     width: usize,
@@ -65,9 +65,10 @@ fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
     Tensor::from_vec(values.to_vec(), values.len(), device)
 }
 
+/// Random queries, keys and values.
 fn drawn(case: &Case) -> [Tensor; 3] {
     [case.heads[0], case.heads[1], case.heads[1]].map(|heads| {
-        // The values are exact in every dtype, so that all dtypes share one reference.
+        // Rounded to bf16 and then to f16, the values are exact in every dtype, so that all dtypes share one reference.
         random(&[case.rows, heads, case.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
     })
 }
@@ -79,7 +80,8 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
     for case in &CASES {
         let drawn = drawn(case);
         let attend = |x: &[Tensor]| {
-            varlen_attention(&x[0], &x[1], &x[2], &bounds(case.bounds, x[0].device())?, case.window, None)
+            let scale = None; // 1 / √width
+            varlen_attention(&x[0], &x[1], &x[2], &bounds(case.bounds, x[0].device())?, case.window, scale)
         };
         let expected = in_f64(&attend, &drawn);
         for (dtype, tolerance) in TOLERANCE {
@@ -99,6 +101,7 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
             let again = value_and_gradients(&attend, &moved).unwrap();
             assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}");
             assert_eq!(again.1, first.1, "{what}");
+            // The gradient of one input is the same if the other two need no gradient.
             for index in 0..3 {
                 let fixed = |x: &[Tensor]| {
                     let mut all = moved.clone();
@@ -112,8 +115,8 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Projections with queries, keys and values side by side, where queries and keys are rotated, or normalised and
-/// rotated.
+/// The inputs are projections with queries, keys and values side by side. The queries and keys are rotated, or
+/// normalised and rotated.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_projections_equals_the_cpu_and_repeats() {
@@ -151,7 +154,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
 }
 
 /// For keys and values whose heads share memory (a broadcast view), the general kernels run in place of the kernels for
-/// compute capability 9.0.
+/// compute capability 9.0. The latter need at least 256 rows, and f16 or bf16.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
@@ -166,6 +169,7 @@ fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
             };
             varlen_attention(&x[0], &keys(&x[1])?, &keys(&x[2])?, &bounds(case.bounds, &device)?, case.window, None)
         };
+        // Without f32, the first dtype.
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = [heads, 1, 1]
                 .map(|heads| random(&[case.rows, heads, case.width], 1.0, *dtype).to_device(&device).unwrap());
@@ -186,7 +190,7 @@ fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
 #[ignore = "needs a CUDA device"]
 fn a_graph_can_be_replayed_with_other_segments() {
     let device = gpu().unwrap();
-    let case = &CASES[1];
+    let case = &CASES[1]; // 1000 rows and five segments
     let inputs = drawn(case).map(|x| x.to_device(&device).unwrap());
     let run = |cu_seqlens: &Tensor, inputs: &[Tensor]| -> Result<Vec<Tensor>> {
         let leaves = inputs

@@ -1,5 +1,5 @@
-//! Reads, when files are opened, what headers and further tensors (scales, states, names of formats) state about
-//! quantized weights.
+//! Reads, when files are opened, what headers and further tensors state about quantized weights. Such tensors are stored
+//! beside a weight's codes: scales, states (bitsandbytes' JSON with a weight's shape and dtype), and names of formats.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,12 @@ use crate::weight_file::WeightFile;
 
 impl WeightFiles {
     /// Read everything that headers and further tensors state about quantized weights. These tensors are removed from
-    /// the names, because they are part of the weights' values.
+    /// `index`, the map from the names of tensors to their files, because they are part of the weights' values.
     pub(super) fn take_all_beside(&mut self) -> Result<()> {
         self.take_codes()?;
         self.take_scales()?;
         self.take_packed()?;
+        // Is there a tensor that only the files of an unsupported format have?
         let Some((key, format)) = other_formats::find(self.index.keys()) else { return Ok(()) };
         let text = format!(
             "\"{key}\": weights of {format} are not supported; load the unquantized weights, with quantize= \
@@ -29,7 +30,8 @@ impl WeightFiles {
         Err(Error::weights(self.files[self.index[key]].path(), text))
     }
 
-    /// Find the eight-bit weights, by the dtypes of the tensors and by the formats that `ComfyUI` states.
+    /// Fill `codes` with the eight-bit weights, found by the dtypes of the tensors and by the formats that `ComfyUI`
+    /// states. (Files of `ComfyUI` may store e4m3 codes as u8, so their dtype is not enough.)
     fn take_codes(&mut self) -> Result<()> {
         let bits_of = |(name, &file): (&String, &usize)| match self.files[file].safetensors()?.stored_dtype(name)? {
             Dtype::F8_E4M3 => Some((name.clone(), EightBits::Fp8)),
@@ -77,7 +79,7 @@ impl WeightFiles {
         Ok(found)
     }
 
-    /// Read the scales and the other tensors that belong to eight-bit weights.
+    /// Read the scales (into `scales`) and the other tensors that belong to eight-bit weights.
     fn take_scales(&mut self) -> Result<()> {
         for weight in self.codes.keys().cloned().collect::<Vec<_>>() {
             for (key, beside) in eight_bits::keys_beside(&weight) {
@@ -90,6 +92,7 @@ impl WeightFiles {
                 self.scales.insert(weight, Tensor::new(&[1f32], &Device::Cpu)?);
             }
         }
+        // The empty tensor `scaled_fp8`, which marks older files of `ComfyUI`.
         self.index.retain(|name, _| name.rsplit('.').next() != Some(eight_bits::MARK));
         Ok(())
     }
@@ -116,6 +119,7 @@ impl WeightFiles {
                     );
                     return Err(Error::weights(path, text));
                 }
+                // bitsandbytes stores each row's largest magnitude, which has the code 127, instead of the scale.
                 let divisor = if beside == Beside::Largest { eight_bits::LARGEST_INT8 } else { 1.0 };
                 let scales: Vec<f32> = found.into_iter().map(|scale| scale / divisor).collect();
                 let scales = Tensor::new(scales.as_slice(), &Device::Cpu)?;
@@ -127,6 +131,7 @@ impl WeightFiles {
                 }
             }
             Beside::Order => {
+                // 0 stands for row-major order.
                 if bytes(&mut self.files[file], key)? != [0] {
                     let text = format!(
                         "\"{weight}\" is not in row-major order, which is not supported; save it again in row-major order"
@@ -134,13 +139,14 @@ impl WeightFiles {
                     return Err(Error::weights(self.files[file].path(), text));
                 }
             }
+            // It does not affect the weight's values.
             Beside::Nothing => {}
         }
         Ok(())
     }
 
-    /// Read the states of four-bit weights. All tensors of these weights except the codes are removed from the names,
-    /// because they are part of the weights' values.
+    /// Read the states of bitsandbytes' four-bit weights into `packed`. All tensors of these weights except the codes are
+    /// removed from `index`, because they are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index

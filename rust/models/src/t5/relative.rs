@@ -5,8 +5,9 @@ use trainable_candle_core::{DType, Result, Tensor};
 
 use super::T5Config;
 
-/// The row in the table of biases for a query at position `query` and a key at position `key`. Keys at or before the
-/// query are in the first half of the rows, keys after it in the second half. Each short distance has its own row.
+/// The bucket of a query at position `query` and a key at position `key`: the index of their row in the table of
+/// biases. Keys at or before the query are in the first half of the rows, keys after it in the second half. Each short
+/// distance has its own row.
 /// Longer distances share rows on a logarithmic scale, and all distances from `relative_attention_max_distance` on
 /// share the last row of their half.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
@@ -18,9 +19,9 @@ pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
         distance
     } else {
         let (near, far) = (exact as f64, config.relative_attention_max_distance as f64);
-        // 0 at the distance `near`, half - exact at the distance `far`.
-        let steps = (distance as f64 / near).ln() / (far / near).ln() * (half - exact) as f64;
-        (exact + steps as usize).min(half - 1)
+        // How far the row is behind the row `exact`: 0 at the distance `near`, half - exact at the distance `far`.
+        let rows_behind = (distance as f64 / near).ln() / (far / near).ln() * (half - exact) as f64;
+        (exact + rows_behind as usize).min(half - 1)
     };
     row + if key > query { half } else { 0 }
 }
@@ -29,6 +30,7 @@ pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
 /// `table (buckets, heads)`.
 pub(super) fn bias(config: &T5Config, table: &Tensor, length: usize) -> Result<Tensor> {
     let rows_of_query = |query: usize| (0..length).map(move |key| bucket(config, query, key));
+    // `embedding` would reject the row u32::MAX, because no table has so many rows.
     let rows: Vec<u32> =
         (0..length).flat_map(rows_of_query).map(|row| u32::try_from(row).unwrap_or(u32::MAX)).collect();
     let rows = Tensor::from_vec(rows, (length, length), table.device())?;

@@ -342,7 +342,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         (0..rank).map(|dim| unsafe { *view.strides.add(dim) } as isize * element.size() as isize).collect()
     };
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
-    let source = Source { data, dims, strides, element, swapped: false };
+    let source = Source { data, dims, strides, element, swapped: false }; // DLPack has this machine's byte order
     // SAFETY: DLPack guarantees that the memory within the shape and the strides is readable until the deleter runs.
     unsafe {
         match device {

@@ -8,7 +8,8 @@
 //! use trainable_candle_train::objective::NoiseSchedule;
 //! use trainable_candle_train::sampler::{SamplerKind, sample};
 //!
-//! let mut sampler = SamplerKind::DpmSolver.start(&NoiseSchedule::sdxl()?, 20, false)?;
+//! let (steps, karras) = (20, false);
+//! let mut sampler = SamplerKind::DpmSolver.start(&NoiseSchedule::sdxl()?, steps, karras)?;
 //! let noise = Tensor::randn(0.0, 1.0, (1, 4, 8, 8), DType::F32, &Device::Cpu)?;
 //! let latents = sample(&mut *sampler, &noise, |x, _timestep| x.mul_scalar(0.9))?;
 //! assert_eq!(latents.dims(), [1, 4, 8, 8]);
@@ -139,6 +140,7 @@ fn checked(model_output: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((model_output.to_dtype(x.dtype())?, x))
 }
 
+/// Checks that a run of `steps` steps has a step `i`.
 fn check_step(i: usize, steps: usize) -> Result<()> {
     if i < steps {
         return Ok(());
@@ -156,7 +158,8 @@ fn denoised(prediction: PredictionType, x: &Tensor, output: &Tensor, signal: f64
     match prediction {
         PredictionType::Epsilon => combined(1.0 / signal, x, -noise / signal, output),
         PredictionType::VPrediction => {
-            // The velocity is defined for √ᾱ · data + √(1 - ᾱ) · ε, which is x / length.
+            // The velocity v = √ᾱ · ε - √(1 - ᾱ) · data is defined for y = √ᾱ · data + √(1 - ᾱ) · ε, so
+            // data = √ᾱ · y - √(1 - ᾱ) · v. Here y is x / length, √ᾱ is signal / length, √(1 - ᾱ) is noise / length.
             let length = signal.hypot(noise);
             combined(signal / (length * length), x, -noise / length, output)
         }

@@ -43,7 +43,7 @@ pub static ENTRIES: &[Entry] = &[
 /// requires. `tests/cuda/test_quantized_gpu.py` tests products of codes.
 fn geglu_feed_forward_cases() -> Vec<Case> {
     const EPS: f64 = 1e-5;
-    /// `x` has the input and the residual.
+    /// `x` has the input and the residual, (..., 16) each. `inner` has 32 results: 16 features and 16 gates.
     fn run(x: &[Tensor], is_fused: bool) -> Result<Tensor> {
         let quantized = |rows, columns| example(&x[0], [rows, columns], Format::Int8)?.with_transposed_codes();
         let (inner, outer) = (quantized(32, 16)?, quantized(16, 16)?);
@@ -55,7 +55,8 @@ fn geglu_feed_forward_cases() -> Vec<Case> {
             return geglu_feed_forward(&x[0], &x[1], (affine, EPS), inner, outer);
         }
         let sum = x[0].add(&x[1])?;
-        let normed = layer_norm(&sum, 1, affine[0], affine[1], EPS)?;
+        let normed_dims = 1;
+        let normed = layer_norm(&sum, normed_dims, affine[0], affine[1], EPS)?;
         linear(&geglu(&linear(&normed, &inner, Some(&inner_bias))?)?, &outer, Some(&outer_bias))?.add(&sum)
     }
     let case = |label, dims: &[usize]| Case::new(label, &[dims, dims], |x| run(x, true)).plain(|x| run(x, false));
@@ -67,8 +68,8 @@ fn geglu_feed_forward_cases() -> Vec<Case> {
 /// to the result of [`linear_group`].
 fn linear_group_cases() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
-    /// `x` has the input, then A and B of each adapted layer. `adapted` is for the features and the gate, which have
-    /// `width` columns each.
+    /// `x` has the input, then A (rank, in) and B (out, rank) of each adapted layer. `adapted` is for the features and
+    /// the gate, which have `width` columns each.
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
         let in_features = x[0].dims()[x[0].rank() - 1];
         let (weight, bias) = (frozen(&x[0], &[2 * width, in_features])?, frozen(&x[0], &[2 * width])?);
@@ -99,8 +100,8 @@ fn linear_group_cases() -> Vec<Case> {
 /// [`swiglu`] and again [`linear_group`].
 fn swiglu_feed_forward_cases() -> Vec<Case> {
     type Network = fn(&Tensor, LinearGroup<'_>, LinearGroup<'_>) -> Result<Tensor>;
-    /// `x` has the input, then A and B of each adapted layer. `adapted` is for the features, the gate and the last
-    /// layer. Features and gate have `width` columns each, and the result has `out` columns.
+    /// `x` has the input, then A (rank, in) and B (out, rank) of each adapted layer. `adapted` is for the features, the
+    /// gate and the last layer. Features and gate have `width` columns each, and the result has `out` columns.
     fn run(x: &[Tensor], width: usize, out: usize, adapted: [bool; 3], network: Network) -> Result<Tensor> {
         let in_features = x[0].dims()[x[0].rank() - 1];
         let mut factors = x[1..].chunks_exact(2);

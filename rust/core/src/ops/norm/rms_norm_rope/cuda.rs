@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/rms_norm_rope.cu`.
+//! The CUDA form of RMS norm followed by rotary position embedding: `kernels/rms_norm_rope.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::rms_norm_rope::{
@@ -43,7 +43,8 @@ impl Arguments {
             repeats: count32(op, rotation.repeats)?,
             width: count32(op, 2 * half)?,
             interleaved: u32::from(rotation.interleaved),
-            // Each thread has two packs, whose features form pairs.
+            // Each thread has two packs of 16 bytes (`wide` features). The rotation pairs the features of one pack with
+            // those of the other, or neighbours if `interleaved`.
             shape: Shape::flat(x.elem_count(), 2 * wide(x.dtype())),
         })
     }
@@ -96,7 +97,7 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
-/// Adds those gradients of `x` and of the weight that are needed. `saved` is `x` and the gradient of the result, both
+/// Adds to `context` those gradients of `x` and of the weight that are needed. `saved` is `x` and the gradient of the result, both
 /// dense with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn backward(
     norm: &Norm,
@@ -108,7 +109,8 @@ pub(super) fn backward(
     let mut grads = gradients(saved, weight.as_ref(), rotation, &norm.affine.wanted(context))?;
     // The dimensions of the input's gradient are in the order of the rows in memory, and must be swapped back.
     if let Some(grad) = grads.input.take() {
-        context.add(0, norm.order.swap(&grad)?)?;
+        let input = 0;
+        context.add(input, norm.order.swap(&grad)?)?;
     }
     norm.affine.add_gradients(context, grads)
 }
@@ -151,7 +153,9 @@ fn gradients(
         grads.input = Some(dx);
     }
     if wanted.weight {
-        // Each piece of about 64 rows or more has partial sums of its own, which `sum_affine` adds.
+        // The rows are divided into pieces of about 64 rows or more. Each piece has partial sums of its own, which
+        // `sum_affine` adds. It expects (samples, pieces, scale and shift, width): here all rows are one sample, and there
+        // is no shift, whose half the kernel does not write.
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
         let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
