@@ -17,7 +17,7 @@ SECTION = re.compile(
 
 
 def version(manifest: str) -> str:
-    """Return the version of the workspace.
+    """Return the version of the workspace, given the text of its Cargo.toml.
 
     Raises:
         SystemExit: the manifest has no version.
@@ -39,12 +39,16 @@ def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
 
 
 def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
-    """Return one message for each contradiction between manifest, changelog and tag."""
+    """Return one message for each contradiction between manifest, changelog and tag.
+
+    An empty tag is not checked.
+    """
     known = version(manifest)
     date, text = sections(changelog).get(known, (None, ""))
     found = []
     if tag and tag != f"v{known}":
         found.append(f"the tag is {tag}, and Cargo.toml has the version {known}: expected v{known}")
+    # The versions in which the workspace's crates require one another.
     crates = set(re.findall(r'path = "[^"]+", version = "([^"]+)"', manifest))
     if crates - {known}:
         others = ", ".join(sorted(crates - {known}))

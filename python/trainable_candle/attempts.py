@@ -72,7 +72,7 @@ def run_planned(
             and this was after the first steps, `may_repeat` returned False, or there is no smaller
             plan.
     """
-    # The second attempt is not limited to its smaller budget: only its plan is smaller.
+    # Both attempts may take this budget; only the plan of the second one is for a smaller budget.
     with kept_within(budget, plan.config):
         try:
             return _measured(run, plan, report)

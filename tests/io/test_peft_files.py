@@ -62,7 +62,7 @@ def test_peft_formulas_give_the_merged_weights_of_every_layer(
     tensors = tc.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any(key.endswith("alpha") for key in tensors)
     for key, tensor in tensors.items():
-        # One layer's name may begin with another's: the longest one is the key's.
+        # If names of several layers begin the key, the longest is the key's layer.
         layer = max(
             (name for name in config["target_modules"] if key.startswith(f"{PREFIX}{name}.")),
             key=len,
@@ -71,6 +71,8 @@ def test_peft_formulas_give_the_merged_weights_of_every_layer(
         modules.setdefault(layer, {})[suffix] = tensor.numpy()
     assert modules.keys() == set(config["target_modules"])
     for layer, module in modules.items():
+        # LoRA's configuration has `lora_alpha`, LoHa's and LoKr's `alpha`. For rslora too the scale
+        # is alpha / rank: the file has an alpha that gives the same scale, without `use_rslora`.
         alpha = config.get("lora_alpha", config.get("alpha"))
         scale = config["alpha_pattern"].get(layer, alpha) / config["rank_pattern"].get(
             layer, config["r"]

@@ -36,6 +36,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 
     // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
+    // Step i has the tile of keys i. The tiles before `begin` are not visible.
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so weights of these keys need the mask.
     const uint32_t floor = visible.first_key(first + rows - 1);
@@ -79,6 +80,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 #pragma unroll
         for (int part = 0; part < KEYS; part += STEP) {
             const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
+            // (queries, keys): `p` is P; `ds` is first dP, then dS.
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
             begin_products();
             multiply_rows<T, D, M, STEP, KEYS>(p, queries, key_tile);
@@ -87,6 +89,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
             end_products();
             wait_for_products<1>();
             products_are_ready(p);
+            // Whether the mask hides some of these keys from some of the warp's queries.
             const bool hides = key + STEP > shape.keys || key < floor || (shape.is_causal && key + STEP > first + warp * 16 * M + 1);
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -128,7 +131,9 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// Writes a block's sums for its keys or values to `grad`, or, if `partial` is not null, to the partial sums of part `part`.
+// Writes a warp's sums for its `rows` keys or values from row `first` on to `grad`, or, if `partial` is not null, to part `part` of the
+// partial sums (parts, heads, keys, width), where `heads` is the number of heads of keys in the whole batch. `write_rows` overwrites
+// `tile`.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -183,7 +188,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
 
-    // The block reads `heads` query heads from `head` on. For each head it reads the tiles of queries from `begin` to `end`.
+    // The parts of a gradient divide `units` among themselves: the heads of queries that share the keys or, without spans, the tiles of
+    // queries. The block reads `heads` query heads from `head` on. For each head it reads the tiles of queries from `begin` to `end`.
     const uint32_t units = VisibleKeys::HAS_SPANS ? visible.group() : ceil_divide(shape.queries, QUERIES);
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
     const uint32_t heads = !VisibleKeys::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
@@ -258,6 +264,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             end_products();
             wait_for_products<1>();
             products_are_ready(p);
+            // Whether the mask hides some of the warp's keys from some of these queries. Keys and queries that do not exist need no
+            // mask: the sums of such keys are not written, and the zero rows of such queries add nothing.
             const bool hides =
                 shape.is_causal && (query < first + (warp + 1) * 16 * M || (VisibleKeys::HAS_SPANS && query + STEP > ceiling));
 #pragma unroll
@@ -311,7 +319,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const int warp_rows = rows - warp * 16 * M;
     unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
     const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / visible.group());
-    // The compiler must divide again here instead of keeping the quotients in registers, of which the loop has none to spare.
+    // The compiler must divide again (in `task_of` and `part_of`) instead of keeping the quotients in registers, of which the loop has
+    // none to spare.
     asm volatile("" : "+r"(block));
     const auto write = [&](T *grad, const Strides &strides, float *parts, const float(&sum)[M][D / 8][4]) {
         write_key_rows<T, D, M, KEYS>(grad, strides, parts, task_of(block), part_of(block), warp_first, warp_rows, sum, own_rows, key_heads,

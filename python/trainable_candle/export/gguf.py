@@ -57,13 +57,16 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
     """
     architecture_name = architecture(config)
     tensors = {}
+    # `filled` pads all factors with zeros to one rank, because the file has one alpha for all.
     for layer, factors in adapter.filled().items():
         name = _name(layer)
         up = factors.up
+        # The rows of `up` are those of the weight, which the converter reorders only for llama.
         if architecture_name == "llama" and name.endswith(("attn_q", "attn_k")):
             up = paired(up, heads(config, name))
         tensors[f"{name}.weight.lora_a"] = factors.down
         tensors[f"{name}.weight.lora_b"] = up
+    # The metadata of the file.
     facts: dict[str, Fact] = {
         "general.architecture": architecture_name,
         "general.type": "adapter",

@@ -45,6 +45,7 @@ class OptimizerAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Return a context in which the parameters have the values of the averages."""
+        # `eval` sets the parameters to the averages; `train` restores them.
         self._optimizer.eval()
         try:
             yield
@@ -124,10 +125,10 @@ class AdapterAverage(Callback):
         """Set all parameters to their averages; if setting one fails, none changes."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
-            # Do not swap back.
+            # Forget how to restore the parameters, so that they keep the averages.
             swapped.pop_all()
 
     def _swap_in(self, swapped: ExitStack) -> None:
         """Set the parameters to their averages; the exit of `swapped` restores them."""
         for average in self._averages.values():
-            swapped.enter_context(average)
+            swapped.enter_context(average)  # swaps in; its exit swaps out

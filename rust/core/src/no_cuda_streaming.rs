@@ -1,5 +1,6 @@
-//! Copies of streamed weights to a device while the device computes: unavailable in this build. As in `no_cuda.rs`,
-//! types have no values, so their methods are never called.
+//! Stands in for `cuda/streaming.rs`, which copies streamed weights to a device while the device computes, in builds
+//! without CUDA. As in `no_cuda.rs`, types have no values, so their methods are never called. `crate::streaming` says
+//! what units and slots are, `cuda/streaming.rs` describes the functions in full.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -16,8 +17,8 @@ use crate::{Raw, Result};
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a HostMemory),
-    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the
-    /// shard.
+    /// Bytes of a shard, which is the part of the streamed weights on one GPU of the machine: all shards, the number of
+    /// the process that owns the shard, and the range of bytes in the shard.
     Peer(&'a Shards, usize, Range<usize>),
 }
 
@@ -46,12 +47,13 @@ impl Copier {
         super::no_device("stream_blocks", device)
     }
 
-    /// A number that changes when slots may have other contents than the last copies wrote.
+    /// A number that changes when slots may have other contents than the last copies wrote: when the capture or a
+    /// replay of a graph begins or ends.
     pub const fn epoch(&self) -> u64 {
         match self.0 {}
     }
 
-    /// Allocate host memory.
+    /// Allocate host memory, pinned or pageable.
     ///
     /// # Errors
     /// None.
@@ -59,7 +61,7 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Whether [`start_staging`](Self::start_staging) was called.
+    /// Whether [`start_staging`](Self::start_staging) was called, so that a thread copies from pageable memory.
     pub const fn is_staging(&self) -> bool {
         match self.0 {}
     }

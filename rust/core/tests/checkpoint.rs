@@ -10,6 +10,7 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Var};
 
 const CPU: Device = Device::Cpu;
 
+/// Different fixed values between -1 and 1.
 fn ramp(shape: &[usize], phase: f32) -> Tensor {
     let n: usize = shape.iter().product();
     Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
@@ -48,6 +49,7 @@ impl Block {
         Ok(y)
     }
 
+    /// Returns the bits of the gradients of `x` and of the variables, and sets the gradients to zero.
     fn gradients(&self, x: &Var) -> Vec<Vec<u32>> {
         let gradients = [x, &self.first, &self.second].map(|v| bits(&v.grad().unwrap()));
         for v in [x, &self.first, &self.second] {
@@ -101,7 +103,7 @@ fn several_inputs_outputs_and_a_captured_variable_get_their_gradients() -> Resul
         let y = outputs[0].add(&outputs[1].log()?)?;
         y.backward()?;
         let found = [&a, &b, &w].map(|v| v.grad().unwrap().item().unwrap());
-        // y = (a w)² + b w, so dy/da = 2 a w², dy/db = w and dy/dw = 2 a² w + b.
+        // y = (a w)² + log(e^(b w)) = (a w)² + b w, so dy/da = 2 a w², dy/db = w and dy/dw = 2 a² w + b.
         for (found, expected) in found.into_iter().zip([100.0, 5.0, 43.0]) {
             assert!((found - expected).abs() < 1e-4, "{found} {expected}");
         }
@@ -142,9 +144,11 @@ fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
     let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
-    y.backward_with(Some(&ones_like(&y)), true)?;
+    let mut retain_graph = true;
+    y.backward_with(Some(&ones_like(&y)), retain_graph)?;
     let first = block.gradients(&x);
-    y.backward_with(Some(&ones_like(&y)), false)?;
+    retain_graph = false;
+    y.backward_with(Some(&ones_like(&y)), retain_graph)?;
     assert_eq!(block.gradients(&x), first);
     Ok(())
 }

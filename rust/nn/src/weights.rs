@@ -58,8 +58,9 @@ impl Weights<'_> {
         self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
-    /// The matrix `name.weight` of `shape` (out, in), quantized if the source's [`Quantization`](crate::Quantization) includes
-    /// `name`, and streamed if the source's [`Streaming`](crate::Streaming) does.
+    /// The matrix `name.weight` of `shape` (out, in), quantized if the source's
+    /// [`Quantization`](crate::Quantization) includes `name`, and streamed if the source's
+    /// [`Streaming`](crate::Streaming) does.
     ///
     /// # Errors
     /// As [`get`](Weights::get), and if the weight cannot be quantized or streamed.

@@ -15,7 +15,8 @@ fn values(buffer: &FlatBuffer) -> Vec<f32> {
     buffer.vars().iter().flat_map(|var| var.to_vec::<f32>().unwrap()).collect()
 }
 
-/// The averages in a state dict of an [`EMA`], in the order of the variables.
+/// The averages in a state dict of an [`EMA`], in the order of the variables. Their names are `0.average`, `1.average`
+/// and so on.
 fn averages(state: &StateDict) -> Vec<f32> {
     let averages = state.iter().filter(|(name, _)| name.ends_with(".average"));
     averages.flat_map(|(_, average)| average.to_vec::<f32>().unwrap()).collect()
@@ -39,6 +40,7 @@ fn averages_follow_the_definition() {
             train(&buffer);
             ema.update().unwrap();
             let n = f64::from(updates_before);
+            // As documented for `EMAConfig::warmup`.
             let decay = if warmup { 0.7f64.min((1.0 + n) / (10.0 + n)) } else { 0.7 };
             for (average, value) in expected.iter_mut().zip(values(&buffer)) {
                 *average = decay * *average + (1.0 - decay) * f64::from(value);
@@ -134,7 +136,8 @@ fn states_that_do_not_fit_are_rejected_and_change_nothing() {
     let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
     let before = averages(&ema.state_dict().unwrap());
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).unwrap();
-    // The name of an entry and its new value; None removes the entry.
+    // The name of an entry and its new value; None removes the entry. The buffer has the variables 0, 1 and 2, and the
+    // last one has shape (5, 1).
     let changes: [(&str, Option<Tensor>); 6] = [
         ("0.average", None),
         ("updates", None),

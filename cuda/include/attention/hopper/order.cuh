@@ -1,5 +1,6 @@
-// The order in which the blocks of the backward pass take tiles of queries and add to the gradients of these queries, for attention
-// without a mask. An item is a tile of keys, with one step for each tile of `M` queries.
+// The order in which the thread blocks of the backward pass take tiles of queries and add to the gradients of these queries, for attention
+// without a mask. An item is a tile of keys of one head, with one step for each tile of `M` queries. One block takes all steps of an item,
+// or several blocks share the steps of a split item (schedule.cuh). A span is the steps of an item that one block takes.
 #pragma once
 
 #include "schedule.cuh"
@@ -7,8 +8,8 @@
 // Number of keys in a tile.
 constexpr int KEYS_AT_ONCE = 128;
 
-// A split item, of which `count` consecutive blocks, from block `first` on, have computed parts. `starts`, which only `Shares` (shares.cuh)
-// sets and reads, tells whether the item's first step is at the first place of the share of block `first`.
+// A split item, of which `count` consecutive blocks, from block `first` on, have computed parts. `starts` tells whether block `first`
+// begins its share of the work with the item's first step. Only `Shares`, the order with spans (shares.cuh), sets and reads `starts`.
 struct SplitItem {
     uint32_t item, first, count;
     bool starts;
@@ -22,6 +23,7 @@ template <int M> struct Order {
     __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
         : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)), heads(shape.heads), keys_of_head(shape.keys) {}
 
+    // The position of a block in its work. `next` sets `span` to the block's next span, and returns false if there is none.
     struct Walk : ScheduleWalk {
         __device__ __forceinline__ explicit Walk(const Order &order) : ScheduleWalk(order.schedule) {}
         __device__ __forceinline__ bool next(const Order &order, Span &span) { return ScheduleWalk::next(order.schedule, span); }
@@ -67,8 +69,8 @@ template <int M> struct Order {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // The mask of the 64 keys from `first` on: it hides keys beyond the head's last key. `key` is the thread's first key. `is_last` tells
-    // whether the tile of these keys reaches beyond the last key.
+    // The mask of the 64 keys from `first` on, of which each of four warps has 16: it hides keys beyond the head's last key. `key` is the
+    // thread's first key; its second key is `key` + 8. `is_last` tells whether the tile of these keys reaches beyond the last key.
     struct VisibleKeys {
         uint32_t key, keys;
         bool is_last;
@@ -77,9 +79,9 @@ template <int M> struct Order {
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
               is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 
-        // Whether weights may need `hide`. The answer is the same for all queries.
+        // Whether weights may need `hide`. The argument, the first query, does not matter: the answer is the same for all queries.
         __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
-        // Sets the weights of keys beyond the last key to zero.
+        // Sets the weights of keys beyond the last key to zero. Of every four weights, the last two are those of the thread's second key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
 #pragma unroll
             for (int i = 0; i < 32; i++)
@@ -93,7 +95,7 @@ template <int M> struct Order {
         split.first = schedule.first_block(split.item, split.count);
         return true;
     }
-    // The slot of part `index` of a split item.
+    // The slot in which a block has stored part `index` of a split item.
     __device__ __forceinline__ uint32_t slot(const SplitItem &split, uint32_t index) const {
         return schedule.slot(split.item, split.first + index);
     }

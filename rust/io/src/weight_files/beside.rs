@@ -1,5 +1,6 @@
-//! Reads, when files are opened, what headers and further tensors state about quantized weights. Such tensors are stored
-//! beside a weight's codes: scales, states (bitsandbytes' JSON with a weight's shape and dtype), and names of formats.
+//! Reads, when files are opened, what headers and further tensors state about quantized weights. Such tensors are
+//! stored beside a weight's codes: scales, states (bitsandbytes' JSON with a weight's shape and dtype), and names of
+//! formats.
 
 use std::collections::BTreeMap;
 
@@ -145,8 +146,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the states of bitsandbytes' four-bit weights into `packed`. All tensors of these weights except the codes are
-    /// removed from `index`, because they are part of the weights' values.
+    /// Read the states of bitsandbytes' four-bit weights into `packed`. All tensors of these weights except the codes
+    /// are removed from `index`, because they are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index

@@ -1,4 +1,4 @@
-//! The encoder, which computes one state per token from token ids.
+//! T5's encoder, which computes one state per token from token ids.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::registry::{Model, ModelKind};
 const EMBEDDING: &str = "shared.weight";
 /// The name of the table of biases. All blocks use the first block's table.
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
-/// Added to the scores of masked keys. It is far below any score, and far above the lowest f32. If all keys are masked,
-/// they get equal weights, as in transformers.
+/// Added to the scores of masked keys. It is far below any score, and far above the lowest f32. Rounding makes each sum
+/// equal to it, so if all keys are masked, they get equal weights, as in transformers.
 const MASKED: f32 = -1e30;
 
 /// An encoder with the results of transformers' `T5EncoderModel`. Its results in f16 are finite, although values
@@ -80,8 +80,9 @@ impl T5Encoder {
             Some(mask) => bias.add(&mask_bias(mask, input_ids)?)?,
             None => bias,
         };
+        // Values between the blocks are in f32 even if the weights are in f16.
         let x = embedding(&self.embedding, input_ids)?.to_dtype(stream_dtype(self.embedding.dtype()))?;
-        let x = self.blocks.run(&x, &[&bias], |block, x, bias| block.forward(x, &bias[0]))?;
+        let x = self.blocks.run(&x, &[&bias], |block, x, conditions| block.forward(x, &conditions[0]))?;
         self.final_norm.forward(&x)
     }
 }
@@ -113,6 +114,7 @@ impl Architecture for T5Encoder {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    // All linear layers of the blocks, and nothing else.
     const QUANTIZABLE: Quantizable =
         Quantizable { blocks: &["encoder.block."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
@@ -124,6 +126,7 @@ impl Architecture for T5Encoder {
         keys::deduce(files, original, known)
     }
 
+    // Without `original`, the layout of the model's own folder.
     fn parameter_layout(
         _config: &T5Config,
         original: Option<CheckpointNaming>,

@@ -19,7 +19,9 @@ use crate::registry::ModelKind;
 /// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
     "AutoencoderKL",
+    // The noun in messages, and a prefix of keys that only files of an autoencoder have.
     ("an autoencoder", "decoder.up_blocks."),
+    // The second class is FLUX.2's autoencoder.
     &[AutoencoderKL::CLASS_NAME, AutoencoderKL::NORMED_CLASS_NAME],
     "diffusion_pytorch_model.safetensors",
 );

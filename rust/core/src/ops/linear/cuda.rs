@@ -1,5 +1,5 @@
-//! The two CUDA forms of linear layers that are more than a plain product: a product of f32 operands on tensor cores, each number as a
-//! pair of bf16 numbers; and a product of cuBLASLt, whose kernel adds the bias.
+//! The two CUDA forms of linear layers that are more than a plain product: a product of f32 operands on tensor cores,
+//! each number as a pair of bf16 numbers; and a product of cuBLASLt, whose kernel adds the bias.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;

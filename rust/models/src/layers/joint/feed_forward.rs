@@ -1,4 +1,4 @@
-//! The feed-forward network of a block.
+//! The feed-forward network of a transformer block, for image or text tokens.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
@@ -37,7 +37,7 @@ impl FeedForwardKind {
     }
 
     /// The number of outputs of the first linear layer for each feature of the hidden layer.
-    const fn parts(self) -> usize {
+    const fn outputs_per_feature(self) -> usize {
         match self {
             Self::Gelu => 1,
             Self::SwiGlu => 2,
@@ -62,12 +62,12 @@ impl FeedForward {
         let hidden_dim = kind.ratio() * dim;
         Ok(Self {
             kind,
-            first: weights.linear(first, dim, kind.parts() * hidden_dim, sizes.bias)?,
+            first: weights.linear(first, dim, kind.outputs_per_feature() * hidden_dim, sizes.bias)?,
             last: weights.linear(last, hidden_dim, dim, sizes.bias)?,
         })
     }
 
-    /// The network's result for the tokens `x (B, S, D)`, in the same shape.
+    /// The network's result for the tokens `x (batch, tokens, width)`, in the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit.
@@ -82,8 +82,10 @@ impl FeedForward {
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
+        // Each pair has the number of input values of all tokens together, and the number of tokens. The layers are
+        // `cheap` because their inputs come from a norm and from the activation, which are cheap to recompute.
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
-        // The activation keeps its input.
+        // The activation keeps its input, the result of `first`.
         saved.keep(tokens * self.first.out_features());
         saved.cheap_linear(&self.last, (tokens * self.last.in_features(), tokens));
     }

@@ -1,4 +1,5 @@
-//! Norms of gradients, clipping and loss scaling. The norm, the clip factor and the loss scale stay on the device.
+//! Norms of gradients, clipping and loss scaling on a CUDA device. The norm, the clip factor and the loss scale stay on
+//! the device.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::gradient::{
@@ -12,7 +13,7 @@ use trainable_candle_core::cuda::{Gpu, contiguous, copy_into};
 use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{Error, Raw, Result};
 
-/// The norm of gradients and the factor that clips them.
+/// The norm of gradients and the factor that clips them: two numbers, f64.
 pub struct Clip(Raw);
 
 impl Clip {
@@ -35,11 +36,11 @@ impl Clip {
         let clip = empty(op, gpu, &[size_of::<structs::Clip>() / size_of::<f64>()], DType::F64)?;
         let vectors = vectors.iter().filter(|vector| vector.elem_count() > 0).map(contiguous);
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
-        // The grid that the kernels require.
+        // The number of thread blocks that the kernels require for a vector. Each block writes one number to `parts`.
         let blocks = |vector: &Raw| vector.elem_count().div_ceil(4096).min(1024);
         let parts = empty(op, gpu, &[vectors.iter().map(blocks).sum::<usize>()], DType::F64)?;
         let (mut next_part, mut part_count) = (output(op, &parts)?, 0);
-        // Both kernels take the arguments of the first.
+        // `GRADIENT_NORM_MAX` takes the arguments of `GRADIENT_NORM_L2` too.
         let kernel = if is_max { &GRADIENT_NORM_MAX } else { &GRADIENT_NORM_L2 };
         for vector in &vectors {
             same_device(op, &clip, &[vector])?;

@@ -97,8 +97,8 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
-/// Adds to `context` those gradients of `x` and of the weight that are needed. `saved` is `x` and the gradient of the result, both
-/// dense with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
+/// Adds to `context` those gradients of `x` and of the weight that are needed. `saved` is `x` and the gradient of the
+/// result, both dense with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,
@@ -154,8 +154,8 @@ fn gradients(
     }
     if wanted.weight {
         // The rows are divided into pieces of about 64 rows or more. Each piece has partial sums of its own, which
-        // `sum_affine` adds. It expects (samples, pieces, scale and shift, width): here all rows are one sample, and there
-        // is no shift, whose half the kernel does not write.
+        // `sum_affine` adds. `sum_affine` expects (samples, pieces, 2, width), where the 2 are scale and shift. Here all
+        // rows are one sample, and there is no shift: the kernel does not write its sums.
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
         let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
