@@ -39,7 +39,7 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         names = run.after(part).launches
         assert [name for name in names if name.startswith(slow)] == []
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
-        assert len(convolutions) > 8  # the names above still match the kernels
+        assert len(convolutions) > 8  # so that the next check is not one of an empty list
         assert all(name.endswith("_bf16") for name in convolutions)
         # A kernel splits each operand of a convolution into pairs of bf16 numbers. It also splits
         # the operands of the attention's matrix products: two products for each of two images.

@@ -154,8 +154,8 @@ fn gradients(
     }
     if wanted.weight {
         // The rows are divided into pieces of about 64 rows or more. Each piece has partial sums of its own, which
-        // `sum_affine` adds. `sum_affine` expects (samples, pieces, 2, width), where the 2 are scale and shift. Here all
-        // rows are one sample, and there is no shift: the kernel does not write its sums.
+        // `sum_affine` adds. `sum_affine` expects (samples, pieces, 2, width), where the 2 are scale and shift. Here
+        // all rows are one sample, and there is no shift: the kernel does not write its sums.
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
         let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
