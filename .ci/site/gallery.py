@@ -46,6 +46,7 @@ DEMOS: dict[str, tuple[str, Callable[..., Any]]] = {
     "sdxl": (HEARTS, hearts.run_demo),
     "causal-lm": (WORDS, language.run_demo),
 }
+"""For each model, the text of its section, and the demo, which returns the judge's verdict."""
 
 
 def main() -> None:
@@ -71,6 +72,7 @@ def main() -> None:
                 parts.append(f"![{name.capitalize()}]({model}-{name}.png)")
         command = f"trainable-candle demo --model {model} --seed {given.seed}"
         parts.append(f"\n```sh\n{command}  # {seconds} s, {device.removeprefix('device: ')}\n```\n")
+        # The demo of the language model logs some answers, each without and with the LoRA.
         shown = [line for line in lines if "without the LoRA" in line]
         parts.append("```text\n" + "\n".join([*shown, str(verdict)]) + "\n```\n")
     (given.folder / PAGE).write_text("\n".join(parts))

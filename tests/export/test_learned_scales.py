@@ -1,4 +1,8 @@
-"""Quantization-aware training that learns factors of the scales, and files with the factors."""
+"""Quantization-aware training that learns factors of the scales, and files with the factors.
+
+The training rounds each adapted weight to codes and scales. It multiplies each scale by a learned
+factor, which starts at 1.
+"""
 
 from pathlib import Path
 
@@ -58,7 +62,7 @@ def test_learned_factors_do_not_change_the_first_step(qat: str) -> None:
 def test_a_plan_counts_the_factors() -> None:
     _, adapter = random_model("nf4")
     layers = tc.inspect(BUILT_IN, "causal-lm").parts[""].layers
-    count = config(qat_learned_scales=True).plan(dict(layers), "adamw")[0]
+    count, _state_bytes = config(qat_learned_scales=True).plan(dict(layers), "adamw")
     assert count == sum(var.numel() for var in adapter.parameters())
 
 
@@ -67,6 +71,7 @@ def test_a_file_holds_the_factors_but_a_folder_for_peft_lacks_them(
     tmp_path: Path, qat: str
 ) -> None:
     model, adapter = random_model(qat)
+    # As a file, not a folder, even peft's format holds the factors.
     adapter.save(path := tmp_path / "a.safetensors", format="peft")
     factors = {
         key.removeprefix("qat_scales."): value
@@ -103,6 +108,7 @@ def test_merging_stores_the_weights_that_the_training_computed_with(
     tmp_path: Path, qat: str
 ) -> None:
     model, adapter = random_model(qat)
+    # `train-lora` writes these entries, from which `merge` knows how the adapter was trained.
     metadata = {"trainable_candle.qat": qat, "trainable_candle.qat_scales": "learned"}
     adapter.save(tmp_path / "a.safetensors", format="peft", metadata=metadata)
     flags = ("--to", qat, "--dtype", "f32")

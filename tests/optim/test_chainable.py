@@ -30,7 +30,8 @@ def rates(scheduler: Any, steps: int = 30) -> list[list[float]]:
     return seen
 
 
-# Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer.
+# Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer;
+# `e` is an epoch, the number of steps of the scheduler so far.
 
 
 def chained(s: Any, o: Any) -> Any:
@@ -67,6 +68,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
 def test_learning_rates_equal_those_of_torch(case: str) -> None:
     torch = pytest.importorskip("torch")
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LR]
+    # torch's OneCycleLR also changes the momentum, ours does not. Only the rates are compared.
     theirs = CASES[case](torch.optim.lr_scheduler, torch.optim.SGD(groups, lr=1.0, momentum=0.9))
     found = rates(CASES[case](ours, optimizer()))
     for lrs, expected in zip(found, rates(theirs), strict=True):
@@ -88,6 +90,7 @@ def test_learning_rates_on_plateaus_equal_those_of_torch() -> None:
             for loss in losses:
                 found.step(loss)
                 theirs.step(loss)
+                # torch's optimizer has only the first of our groups.
                 expected = torch_optimizer.param_groups[0]["lr"]
                 assert found.get_last_lr()[0] == pytest.approx(expected)
 
@@ -158,7 +161,8 @@ class WithLastEpoch:
 def test_a_scheduler_continues_from_last_epoch_if_groups_have_initial_rates(case: str) -> None:
     o = optimizer()
     uninterrupted = CASES[case](ours, o)
-    # Making a scheduler with `last_epoch=9` does the step to epoch 10.
+    # A new scheduler with `last_epoch=9` is at epoch 10, and expects that the optimizer has the
+    # rates of this epoch already.
     rates(uninterrupted, 10)
     lrs = o.group_lrs
     expected = rates(uninterrupted, 11)
@@ -234,7 +238,7 @@ def test_a_chain_restarts_its_schedulers_at_a_milestone() -> None:
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     o = optimizer()
     chain = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
-    before = chain.state_dict()
+    initial = chain.state_dict()
     chain.step()
     state = chain.state_dict()
     other = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
@@ -245,12 +249,12 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     for wrong in unfit:
         with pytest.raises(ArgumentError, match="the state has"):
             other.load_state_dict(wrong)
-        assert other.state_dict() == before
+        assert other.state_dict() == initial
     plateau = ours.ReduceLROnPlateau(o)
-    before = plateau.state_dict()
+    initial = plateau.state_dict()
     with pytest.raises(ArgumentError, match="ReduceLROnPlateau: the state lacks last_epoch; give"):
         plateau.load_state_dict({"best": 1.0, "num_bad_epochs": 2, "cooldown_counter": 3})
-    assert plateau.state_dict() == before
+    assert plateau.state_dict() == initial
 
 
 @pytest.mark.parametrize("name", ["div_factor", "final_div_factor"])

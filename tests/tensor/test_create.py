@@ -57,6 +57,7 @@ def test_dtype_and_shape_are_inferred(data, dtype, shape):
     ],
 )
 def test_arrays_keep_their_values(numpy_dtype, dtype):
+    # The values are 0 and 1, because a bool has no others.
     values = np.random.default_rng(0).integers(0, 2, (3, 4)).astype(numpy_dtype)
     t = tc.tensor(values)
     assert t.dtype == dtype
@@ -240,6 +241,7 @@ def test_arange_equals_that_of_numpy(arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
+        # Most of these numbers are not exact in f64, and some steps overflow an i64 after the end.
         (2**53 + 1, 2**53 + 4),
         (2**62 + 7, 2**62, -3),
         (2**63 - 3, 2**63 - 1, 2**62),
@@ -303,6 +305,7 @@ def test_random_values_repeat_from_a_state_and_have_their_distributions():
         ),
         (lambda: tc.zeros(2, device="tpu"), tc.DeviceError, 'device: unknown device "tpu"'),
         (lambda: tc.zeros(2, device="cuda:x"), tc.DeviceError, "device: unknown device"),
+        # These tests run with a build without CUDA; tests/cuda tests builds with CUDA.
         (
             lambda: tc.zeros(2, device="cuda"),
             tc.CudaUnavailableError,

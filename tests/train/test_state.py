@@ -33,7 +33,8 @@ def optimizer_after_a_step(parameters: dict[str, tc.Var]) -> tc.optim.Optimizer:
 
 
 def run_state(step: int) -> state.RunState:
-    return state.RunState(step, 2 * step, {"scale": 2.0}, {"rank": 4})
+    """Return a state after `step` steps; its other values are arbitrary."""
+    return state.RunState(step=step, batches=2 * step, scaler={"scale": 2.0}, settings={"rank": 4})
 
 
 def save(output: Path, step: int) -> Path:
@@ -121,6 +122,7 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints(
     tmp_path: Path, function: str
 ) -> None:
     save(tmp_path, 1)
+    # The process kills itself when `state.save` calls `function`.
     code = f"""
 import os, signal
 import numpy as np, trainable_candle as tc
@@ -130,7 +132,8 @@ parameters = {{"a": tc.Var(np.zeros((2, 3), np.float32)), "b": tc.Var(np.zeros(2
 optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
 from pathlib import Path
 folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
-state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
+run_state = state.RunState(step=2, batches=2, scaler=None, settings={{}})
+state.save(folder, parameters, optimizer, run_state)"""
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == -signal.SIGKILL
     # Only the call of `sync_folder` follows the rename that makes the checkpoint complete.
@@ -143,9 +146,9 @@ state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
 
 
 def test_starting_in_a_folder_with_later_checkpoints_is_an_error(tmp_path: Path) -> None:
-    state.refuse_later(tmp_path / "missing", 0)
+    state.refuse_later(tmp_path / "missing", 0)  # no error: there is no folder
     save(tmp_path, 10)
-    state.refuse_later(tmp_path, 10)
+    state.refuse_later(tmp_path, 10)  # no error: no checkpoint is later than step 10
     with pytest.raises(ConfigError, match=r"holds checkpoint-000010 of an earlier run; .* latest"):
         state.refuse_later(tmp_path, 9)
 
@@ -254,7 +257,9 @@ def test_the_state_is_json_with_step_and_settings(tmp_path: Path) -> None:
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
 
 
-def test_partial_and_replaced_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+def test_half_written_and_half_removed_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    # Files and folders are `.partial` while they are written, and folders are renamed to `.removed`
+    # before their files are removed.
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
     (tmp_path / "checkpoint-000001.removed").mkdir()
@@ -267,6 +272,7 @@ def test_partial_and_replaced_files_of_a_killed_run_are_removed(tmp_path: Path) 
 def test_a_checkpoint_that_cannot_be_written_leaves_no_files(config: TrainConfig) -> None:
     class FullDisk(Callback):
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+            # The trainer calls `on_save` when it begins to write the checkpoint.
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
     with pytest.raises(OSError, match="No space left"):

@@ -135,7 +135,11 @@ def train(
 
 
 def _weight(outcome: Outcome) -> int:
-    """Return how well an outcome explains why the run ended; 0 for a success."""
+    """Return how well an outcome explains why the run ended; 0 for a success.
+
+    An error that only followed another process's explains least, and one that another attempt
+    would meet, too, explains most.
+    """
     if not outcome.error:
         return 0
     if outcome.follows:
@@ -224,6 +228,9 @@ class _Workers:
     ) -> list[Outcome]:
         """Train in all processes; return how training ended in each, by rank.
 
+        If `failures`, the number of attempts that failed before, is not 0, continue from the last
+        checkpoint.
+
         Raises:
             ConfigError: `max_failures` is not 0, and the machines do not share the output folder.
         """
@@ -235,7 +242,7 @@ class _Workers:
         if failures and ray.get(rank_0.has_checkpoint.remote(config.output)):
             config = config.with_(resume=LATEST)
         port = ray.get(rank_0.free_port.remote(self.places[0].address))
-        job = secrets.token_hex(16)
+        job = secrets.token_hex(16)  # a name that no other run has
         worlds = [self._world(rank, port, job) for rank in range(len(self.places))]
         self._running = [
             actor.run.remote(config, world)
@@ -264,6 +271,7 @@ class _Workers:
         rank_of = {place.node: rank for rank, place in reversed(list(enumerate(self.places)))}
         if len(rank_of) == 1:
             return
+        # Rank 0 writes an empty file, which the other machines must see in their folder.
         name = f".shared-{secrets.token_hex(8)}"
         ray.get(rank_0.leave.remote(output, name))
         try:

@@ -62,6 +62,7 @@ def outside(report: AdapterReport, settings: Mapping[str, Any] | None) -> set[st
         report: the result of `verify_adapter` with the model's files.
         settings: the `adapter_config.json` of the adapter; None if it has none.
     """
+    # `layer` is None if no linear layer of the model's blocks has the module's name.
     modules = [module.module for module in report.modules if module.layer is None]
     return {key for key in [*modules, *report.others] if _outer_names(key, settings)}
 
@@ -127,7 +128,7 @@ class _Given:
     adapter: TextAdapter | None
     """The adapter; None if it is `wrong` or `unexportable`."""
     unexportable: str | None
-    """Why `export` cannot read the adapter; None if it can, or if the adapter is `wrong`."""
+    """Why `export` cannot read the adapter; None if it can, or did not try because of `wrong`."""
 
     def verdict(self, reader: str) -> str:
         """Return whether a program loads the files, and what to do if it does not."""

@@ -48,11 +48,12 @@ class CausalLM:
 
     name: ClassVar[str] = "causal-lm"
     summary: ClassVar[str] = "language models: Llama, Qwen, Mistral, SmolLM (a tiny one built in)"
-    download: ClassVar[str] = ""
+    download: ClassVar[str] = ""  # nothing to download: the default weights are in the package
     groups: ClassVar[tuple[type[Group], ...]] = (
         Data, Unusable, Texts, Adapter, LearnedScales, Training, Validation, Previews, Writing,
         Machine, Several, Files,
     )  # fmt: skip
+    # The model is no pipeline of parts; the name of its only part in adapter files is empty.
     parts: ClassVar[tuple[str, ...]] = ()
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft",)
@@ -147,6 +148,7 @@ class CausalLM:
             self.config,
             path,
             tc.verify_adapter(path, self.name, self.weights).modules,
+            # The file can only have, and must have, adapters on the model's only part.
             found=(self.component,),
             expected=(self.component,),
             layers=layers,

@@ -155,7 +155,7 @@ def iterators_to_lists(params: Any) -> Any:
 
 def _groups_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return each group's variables and hyper-parameters; for the arguments see `set_groups`."""
-    items = _values(params)
+    items = _values(params)  # not empty: the optimizer's constructor has rejected empty `params`
     groups = items if isinstance(items[0], Mapping) else [{"params": items}]
     return [{**settings, **group, "params": _values(group["params"])} for group in groups]
 

@@ -16,7 +16,9 @@ from trainable_candle.cli import main
 from trainable_candle.run import train_adapter
 from trainable_candle.train import TrainConfig
 
-from .test_parts import files  # noqa: F401 - a fixture
+# A fixture: a family's name, its pipeline's folder, a file with the transformer in the original
+# format, and settings with the files of the autoencoder and of the text encoders.
+from .test_parts import files  # noqa: F401
 
 # The largest value of a code.
 LARGEST = {"fp8": 448, "int8": 127}
@@ -154,6 +156,8 @@ def test_impossible_outputs_are_errors_before_the_data_set_is_read(
 @pytest.mark.parametrize(
     ("settings", "flags", "note"),
     [
+        # With base_precision "same", the base keeps the format of its files. `note` is a part of
+        # the expected note; empty if none is expected.
         (
             {"base_precision": "nf4"},
             [],

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _SIDE: Final = 2
 """The side of a packed square, in latent pixels."""
 _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
+"""The names of the batch norm's statistics among the tensors of FLUX.2's autoencoder."""
 
 
 class NormedKLCoder(KLCoder):
-    """An autoencoder whose latents are packed, then normalised.
+    """FLUX.2's autoencoder, whose latents are packed, then normalised.
 
     The 2x2 latent pixels of a square become channels. Each of these channels is normalised by the
     running statistics of a batch norm.
@@ -52,8 +53,9 @@ class NormedKLCoder(KLCoder):
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each of the C packed channels, both (C, 1, 1), in host memory."""
+        # `KLCoder.model` loads the autoencoder on first use and keeps it. If it is not loaded yet,
+        # load it here without keeping it: only the statistics stay in memory.
         loaded = self.__dict__.get("model")
-        # If the autoencoder is not loaded, load it here; only the statistics stay in memory.
         model = loaded or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
         tensors = model.named_tensors()
         mean, variance = (tensors[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
@@ -107,7 +109,10 @@ class QwenImageCoder(KLCoder):
         self._statistics = mean, deviation
 
     def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents of the distributions in `encoded`, drawn with `normal` and normalised."""
+        """Return latents of the distributions in `encoded`, drawn with `normal` and normalised.
+
+        If `normal` is None, the latents are the distributions' means.
+        """
         drawn = self.drawn(encoded, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
         return (drawn - mean) / deviation
