@@ -1,20 +1,23 @@
-// Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so the 64 columns of a tile
-// belong to one kernel tap.
+// Gradient of a convolution's weight with the matrix instructions and the copy engine of compute capability 9.0 (code for
+// sm_90a alone). Computes the product of weight.cuh: the sum, over the pixels of the output, of the gradient of the output
+// (left; rows are output channels) times the pixels that each kernel tap reads from the input (right; columns are pairs of a
+// tap and an input channel). A step adds the products of STEP = 64 pixels of the output. In shared memory, a tile has 64
+// pixels of 64 channels. The number of input channels is a multiple of 64, so the 64 columns of a tile belong to one tap.
 #pragma once
 
 #include "hopper.cuh"
 
 // A block computes ROWS output channels by 256 (tap, channel) columns; each of the first two warpgroups computes 128 of the
-// columns. With PAIRED, the two blocks of a cluster take neighbouring ranges of output channels and the same columns, and
-// each block fetches half of the windows for both.
+// columns, and one other thread starts the copies. The blocks along the grid's z axis share the steps. With PAIRED, the two
+// blocks of a cluster take neighbouring ranges of output channels and the same columns, and each block fetches half of the
+// windows for both.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     using Ring = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;
 
-    // The block's first output channel, its first column, its steps (`end` is exclusive), and the number of columns of the whole
-    // product.
+    // The block's first output channel, its first column, the indices of its steps (`end` is exclusive), and the number of
+    // columns of the whole product.
     int first_out, first_value, begin, end, values;
 
     __device__ __forceinline__ explicit WeightGrad(const Conv2dShape &s)
@@ -35,14 +38,17 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
         for (int step = begin; step < end; ++step) {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier();
+            // The map `dense` has the dimensions (out channels, 1, pixels of the output).
             for (int i = 0; i < LEFT_TILES; ++i) {
                 copy_box<false>(pipeline.address() + i * SQUARE_BYTES, maps.dense, barrier, first_out + i * STEP, 0,
                                 step * STEP);
             }
+            // The window of the input that the step's first output pixel reads.
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
                 // Columns after the last one get a channel outside the tensor map, so the copy engine writes zeros.
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
+                // The tap's row and column in the kernel.
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,
                                      value - tap * int(s.channels), window.x, window.y, window.image,
@@ -52,7 +58,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
         }
     }
 
-    // Writes the sums to the block's slice of `partials` or, if `partials` is null, to `grad_weight`.
+    // Writes the sums to the slice of `partials` (gridDim.z, out channels, values) for the block's share of the steps or, if
+    // `partials` is null, to `grad_weight`.
     __device__ __forceinline__ void run(T *grad_weight, float *partials, const Conv2dShape &s,
                                         const Conv2dMaps &maps) const {
         constexpr int WORKERS = Ring::WORKERS, HALF = COUNT / 2;

@@ -12,6 +12,8 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/sdxl")
 }
 
+/// A place is a part of a pipeline. Its `published` returns the `config.json` of the part's published model, and
+/// `shapes` builds a model without values from such a configuration.
 #[test]
 fn published_configurations_identify_and_build_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
@@ -28,8 +30,8 @@ fn published_configurations_identify_and_build_their_parts() {
     }
 }
 
-/// A kind's mark is a prefix of parameter names, by which messages recognise the kind. A section's probe is a key that
-/// every file with the section has.
+/// A kind's mark is a prefix of parameter names, by which messages recognise the kind. A section is the set of keys
+/// under which a checkpoint in one file stores a part; its probe is a key that every file with the section has.
 #[test]
 fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
@@ -38,6 +40,7 @@ fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
         assert!(names.iter().any(|name| name.starts_with(place.part.model.mark)), "{}", place.part.model.name);
         for section in place.part.sections {
             let original = CheckpointNaming { prefix: section.prefixes[0], naming: section.naming };
+            // There is no file: `None`.
             let layout = model.layout(Some(original), None);
             assert_eq!(layout.prefix(), section.prefixes[0]);
             let keys = names.iter().flat_map(|name| layout.keys(name)).map(|key| key.key);
@@ -49,6 +52,8 @@ fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
 #[test]
 fn parts_of_a_pipeline_have_different_names_in_adapter_files() {
     for pipeline in PIPELINES {
+        // The layers that can have adapters, for each part with adapters; without weights (`None`), the layers of the
+        // published models. The key of a part's first layer stands for all keys of the part.
         let outlines = pipeline.outlines(None).unwrap();
         let keys = |style| {
             let key = |outline: &trainable_candle_io::adapter_file::Outline| {

@@ -21,8 +21,9 @@ struct RowWeights {
     // infinity, and their difference from a base of negative infinity would be NaN.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
-    // Replaces scores by weights 2^(score * scale - base). `scale` includes the factor 1 / ln 2. Returns whether the warp raised its bases;
-    // if so, sets `correction`, by which the caller must multiply earlier results.
+    // Replaces the thread's scores of a tile of keys by weights 2^(score * scale - base). Element i belongs to row i / 2 % 2 of the
+    // thread's two rows; four neighbouring lanes share the columns of these rows. `scale` includes the factor 1 / ln 2. Returns whether the
+    // warp raised its bases; if so, sets `correction`, by which the caller must multiply earlier results.
     template <int N> __device__ __forceinline__ bool weigh(float (&scores)[N], float (&correction)[2], float scale) {
         float top[2] = {scores[0], scores[2]};
 #pragma unroll
@@ -51,7 +52,9 @@ struct RowWeights {
 };
 
 // A tile of queries has 64 * GROUPS rows, a tile of keys or values KEYS rows. Shared memory holds two tiles of queries, two of keys and two
-// of values, and one of results. Blocks take their work from a `Source`: a `Schedule`, or for packed rows a `Queue`.
+// of values, and one of results. Blocks take their work from a `Source`: a `Schedule`, or for packed rows a `Queue`. Both give a
+// `Span`: an item (a tile of queries of one head, which `Task` locates), and the range `begin` to `end` (exclusive) of the tiles of keys to
+// multiply it with.
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
@@ -59,7 +62,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
-    // Barriers of the two tiles of each kind. FULL: the data has arrived; EMPTY: the memory may be overwritten.
+    // The 12 barriers, of 8 bytes each: two for the two tiles of each kind. FULL: the data has arrived (the copying thread arrives); EMPTY:
+    // the memory may be overwritten (each group arrives).
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
     // The first of the named barriers for the groups' turns, and the first of those for a group alone; each group has one of both kinds.
@@ -68,7 +72,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     const AttentionForwardMaps &maps;
     const AttentionShape &shape;
     const Source &source;
-    uint32_t shared;
+    uint32_t shared; // the address of the block's shared memory
 
     __device__ __forceinline__ Task task(const Span &span) const {
         return Task(span.item, ceil_divide(shape.queries, ROWS), shape.heads);
@@ -95,6 +99,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         }
     }
 
+    // Copies the tiles of all items of the block; one thread calls this. `tile` is the position among the tiles of queries, `ring` the
+    // position among those of keys and of values.
     __device__ __forceinline__ void copy() const {
         typename Source::Walk walk(source);
         Span span;
@@ -142,6 +148,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         group_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 2 * WARPGROUP);
     }
 
+    // Computes the group's rows of all items of the block. `log_sums` is (batch * heads, queries); `finish` says what `parts` holds.
     __device__ __forceinline__ void work(float *log_sums, float *parts) const {
         const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
@@ -158,6 +165,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             float correction[2];
             const uint32_t q = shared + tile.stage * Q_BYTES + group * GROUP_BYTES;
             const typename Source::VisibleKeys visible(source, task(span).tile * ROWS + group * 64);
+            // The scores of the last tile of keys, which comes first.
             barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
             begin_products();
             multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
@@ -204,6 +212,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             }
             release(Q_EMPTY + tile.stage * 8);
             tile.advance();
+            // The product of the weights and the values of the last step.
             uint32_t weights[KEYS / 16][4];
             narrow_sums<T>(weights, scores);
             barrier_wait(shared + V_FULL + values.stage * 8, values.parity);

@@ -61,6 +61,7 @@ mod tests {
     #[test]
     fn only_a_recording_rejects_a_change() {
         let mut rate = Fixed::new("the rate", 1.0);
+        // A `Run` stands for one call of a function: eager, or recorded if `recording`.
         for recording in [false, true] {
             let run = Run::begin(recording).unwrap();
             assert_eq!(*rate, 1.0);

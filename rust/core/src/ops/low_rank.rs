@@ -167,6 +167,7 @@ impl<'a> LowRanks<'a> {
                 Ok((term, place.of_result(y)?))
             };
             let terms = self.places[alike.clone()].iter().zip(&self.operands[alike]).map(term);
+            // The factors of the first products, x Aᵀ, and of the second products.
             compute::low_rank(&terms.collect::<Result<Vec<_>>>()?, [1.0, scale])?;
         }
         Ok(Some(hidden))
@@ -180,6 +181,7 @@ impl<'a> LowRanks<'a> {
             products.push((place.of_hidden(&hidden)?, down.raw.t()?));
         }
         let products: Vec<[&Raw; 3]> = products.iter().map(|(of_adapter, down)| [of_adapter, x, down]).collect();
+        // 1.0 is the factor of the products; `false` overwrites the destinations, `true` would add to them.
         compute::write_products(&products, 1.0, false)?;
         Ok(hidden)
     }
@@ -281,24 +283,24 @@ pub(super) struct LowRankBackward {
 }
 
 impl LowRankBackward {
-    /// The index, among the node's inputs, of A of adapter number `place`.
-    pub const fn down(&self, place: usize) -> usize {
-        1 + self.skipped + 2 * place
+    /// The index, among the node's inputs, of A of adapter number `adapter`.
+    pub const fn down(&self, adapter: usize) -> usize {
+        1 + self.skipped + 2 * adapter
     }
 
-    /// The index, among the node's inputs, of B of adapter number `place`.
-    pub const fn up(&self, place: usize) -> usize {
-        2 + self.skipped + 2 * place
+    /// The index, among the node's inputs, of B of adapter number `adapter`.
+    pub const fn up(&self, adapter: usize) -> usize {
+        2 + self.skipped + 2 * adapter
     }
 
-    /// The dtypes of the gradients of A and B of adapter number `place`.
-    pub fn dtypes(&self, place: usize) -> [DType; 2] {
-        self.places[place].dtypes
+    /// The dtypes of the gradients of A and B of adapter number `adapter`.
+    pub fn dtypes(&self, adapter: usize) -> [DType; 2] {
+        self.places[adapter].dtypes
     }
 
-    /// A of adapter number `place` in the compute dtype; `None` if it is not kept, because x needs no gradient.
-    pub fn down_operand(&self, place: usize) -> Result<Option<Raw>> {
-        self.factors[place][0].as_ref().map(Saved::get).transpose()
+    /// A of adapter number `adapter` in the compute dtype; `None` if it is not kept, because x needs no gradient.
+    pub fn down_operand(&self, adapter: usize) -> Result<Option<Raw>> {
+        self.factors[adapter][0].as_ref().map(Saved::get).transpose()
     }
 
     /// Computes the gradient of x Aᵀ of all adapters: s g B, (rows, Σ rank), where g (`grad`) is the gradient of the
@@ -331,7 +333,7 @@ impl LowRankBackward {
     fn add_through_adapters(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
-            (0..self.places.len()).map(|place| needs_x || context.needs(self.down(place))).collect();
+            (0..self.places.len()).map(|index| needs_x || context.needs(self.down(index))).collect();
         if !needed.contains(&true) {
             return Ok(None);
         }
@@ -350,12 +352,14 @@ impl LowRankBackward {
             }
             let products: Vec<[&Raw; 3]> = products.iter().map(|product| product.each_ref()).collect();
             compute::write_products(&products, scale, false)?;
+            // Here s is the factor of the first products, so that `grad_hidden` gets s g B.
             context.add_low_rank(0, &self.x_shape, terms, [scale, 1.0])?;
         }
         Ok(Some(grad_hidden))
     }
 
     /// Adds the gradient of each B that needs one, from `grad`, the gradient of the result, (rows, Σ out).
+    /// (`add_product` skips inputs that need none.)
     pub fn add_up_gradients(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(hidden) = &self.hidden else { return Ok(()) };
         let hidden = hidden.get()?;

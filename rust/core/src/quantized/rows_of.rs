@@ -1,4 +1,7 @@
 //! Selection of rows of quantized matrices, and products that dequantize some rows at a time.
+//!
+//! A matrix that [`Quantized::cat`] has stacked has several parts: the rows of each stacked matrix, with codes and
+//! scales of their own.
 
 use super::{Format, Part, Quantized, Scales};
 use crate::compute::on_device;
@@ -30,7 +33,7 @@ impl Quantized {
     }
 
     /// Whether the matrix has so many elements that a product on a GPU dequantizes some rows at a time. False if the
-    /// codes cannot be split by rows, or if they fit into a few panels.
+    /// codes cannot be split by rows, or if they fit into four panels.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
@@ -41,32 +44,34 @@ impl Quantized {
     pub(crate) fn panels(&self, dtype: DType, mut visit: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
-        let size = if self.device().is_cpu() { CPU_PANEL } else { GPU_PANEL };
-        let panel = if cannot_narrow { rows.max(1) } else { (size / columns.max(1)).max(1) };
-        for start in (0..rows).step_by(panel) {
-            let count = panel.min(rows - start);
+        let elements = if self.device().is_cpu() { CPU_PANEL } else { GPU_PANEL };
+        let panel_rows = if cannot_narrow { rows.max(1) } else { (elements / columns.max(1)).max(1) };
+        for start in (0..rows).step_by(panel_rows) {
+            let count = panel_rows.min(rows - start);
             visit(start, &self.values_of(start, count, dtype)?)?;
         }
         Ok(())
     }
 
-    /// Computes y = x Wᵀ, or y += x Wᵀ if `accumulate`, for `y` (rows of x, rows of W) and `x` (rows of x, columns of
-    /// W), some rows of W at a time.
+    /// Computes y = x Wᵀ, or y += x Wᵀ if `accumulate`, where W is this matrix, for `y` (rows of x, rows of W) and `x`
+    /// (rows of x, columns of W), some rows of W at a time.
     pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
         self.panels(x.dtype(), |start, weight| {
             let y = y.narrow(1, start, weight.dims()[0])?;
+            // Each entry is [destination, left factor, right factor]; 1.0 is the factor of the products.
             compute::write_products(&[[&y, x, &weight.t()?]], 1.0, accumulate)
         })
     }
 
-    /// Computes dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of
-    /// rows are summed in f32, or in f64 if `dx` is f64.
+    /// Computes dx = g W, where W is this matrix, for `g` (rows of dx, rows of W), some rows of W at a time. The
+    /// products of these groups of rows are summed in f32, or in f64 if `dx` is f64.
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
         let sum_dtype = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let sums_in_place = dx.dtype() == sum_dtype;
         let sum = if sums_in_place { dx.clone() } else { compute::zeros(dx.dims(), sum_dtype, dx.device())? };
         self.panels(g.dtype(), |start, weight| {
             let g = g.narrow(1, start, weight.dims()[0])?;
+            // The first panel overwrites the sum; the others are added to it.
             compute::write_products(&[[&sum, &g, weight]], 1.0, start > 0)
         })?;
         if sums_in_place { Ok(()) } else { compute::copy_into(dx, &sum) }
@@ -81,6 +86,7 @@ impl Quantized {
             self.device(),
             cuda => {
                 let rows = self.with_rows(count, |rows| Ok(rows.narrow(0, start, count)?))?;
+                // `rows` is not None: for codes that cannot be split by rows, `panels` asks for all rows at once.
                 rows.map_or_else(|| self.values(dtype), |rows| rows.values(dtype))
             },
             cpu => self.rows_on_cpu(start..start + count, dtype),

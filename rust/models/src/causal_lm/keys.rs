@@ -62,6 +62,7 @@ impl Layout for Transformers {
     }
 
     fn keys(&self, name: &str) -> Vec<Key> {
+        // The name without `model.`, and with `model.language_model.` in its place.
         let inside = name.strip_prefix(BODY);
         let nested = inside.filter(|_| self.is_vl).map(|inside| Key::plain(format!("{VL_BODY}{inside}")));
         std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()
@@ -81,11 +82,11 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file without `config.json`: the first of `known` whose `vocab_size`,
-/// `hidden_size`, `intermediate_size` and `num_hidden_layers` are those of the file's tensors. (In general, the
-/// tensors' shapes determine neither the number of heads nor the rotary frequencies.) If none has these sizes and the
-/// file holds a Qwen3, the result is the first Qwen3 in `known`, with all sizes replaced by those of the file's
-/// tensors.
+/// The configuration of a decoder in a file without `config.json`, where the prefix `original.prefix` precedes the
+/// decoder's names. The result is the first of `known` whose `vocab_size`, `hidden_size`, `intermediate_size` and
+/// `num_hidden_layers` are those of the file's tensors. (In general, the tensors' shapes determine neither the number
+/// of heads nor the rotary frequencies.) If none has these sizes and the file holds a Qwen3, the result is the first
+/// Qwen3 in `known`, with all sizes replaced by those of the file's tensors.
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` has these sizes, and the file holds no Qwen3 or `known` has none.
@@ -98,8 +99,8 @@ pub(super) fn deduce(
         // The family is not known yet, so all prefixes are tried.
         let inside = name.strip_prefix(BODY);
         let nested = inside.map(|inside| format!("{VL_BODY}{inside}"));
-        let places = std::iter::once(name).chain(inside).map(str::to_owned).chain(nested);
-        places.into_iter().find_map(|name| files.shape(&format!("{}{name}", original.prefix)))
+        let mut keys = std::iter::once(name).chain(inside).map(str::to_owned).chain(nested);
+        keys.find_map(|name| files.shape(&format!("{}{name}", original.prefix)))
     };
     let layers = (0..).take_while(|i| shape(&format!("{LAYERS}.{i}.mlp.down_proj.weight")).is_some()).count();
     let fits = |config: &CausalLMConfig| {

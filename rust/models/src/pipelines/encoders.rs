@@ -1,4 +1,8 @@
 //! Text encoders, and a section of GGUF files, that the entries of several pipelines can share.
+//!
+//! A section says how a checkpoint in one file stores a model: the possible prefixes of its keys (the empty one for a
+//! file that holds the encoder alone), the names that follow, and a key, the probe, that every such file has. `fits`
+//! tells whether a `config.json` may be the encoder's, and `published` returns the published model's.
 
 use serde_json::{Map, Value, json};
 
@@ -21,6 +25,7 @@ pub(super) const fn t5_part(subfolder: &'static str) -> Part {
             },
             Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "enc.blk.0.attn_rel_b.weight" },
         ],
+        // Every configuration of a T5 encoder fits.
         fits: |_| true,
         published: || T5Config::default().to_json(),
         adapter: None,

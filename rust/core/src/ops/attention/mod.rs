@@ -69,6 +69,7 @@ pub fn scaled_dot_product_attention(
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = k.dims()[rank - 2];
     let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;
+    // A group of 1: each head of queries has its own head of keys and values.
     let attention = cpu::Attention { scores, scale, visible_keys: cpu::VisibleKeys::of(is_causal), group: 1 };
     record_with_aux(
         &ATTENTION,
@@ -152,6 +153,8 @@ const fn score_dtype(dtype: DType) -> DType {
 /// form already.
 fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     let dtype = score_dtype(dtype);
+    // The mask is not among the inputs of the operation, but a checkpoint must know of it, because it must not change
+    // before the checkpoint recomputes the operation.
     checkpoint::reads(&[mask]);
     if mask.dtype() != DType::U8 {
         return mask.detach().to_dtype(dtype)?.contiguous();

@@ -149,6 +149,7 @@ impl Backward for BesideBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let Columns { dim, before_width, width, .. } = self.columns;
         let grad = context.grad().clone();
+        // Input 0 is x, input 1 is `before`.
         if context.needs(1) {
             // A copy, so that the gradient of the whole result can be freed before the backward pass of `before`.
             context.add(1, compute::contiguous(&grad.narrow(dim, 0, before_width)?)?)?;

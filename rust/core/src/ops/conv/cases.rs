@@ -1,4 +1,5 @@
-//! Cases of convolutions.
+//! Cases of convolutions. Images are (batch, height, width, channels), weights (out channels, kernel height, kernel
+//! width, channels / groups), biases (out channels).
 
 use super::add::CONV2D_ADD;
 use super::{CONV2D, Conv2dOptions, conv2d, conv2d_add, conv2d_nchw};
@@ -42,11 +43,13 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
     x.get(2).map_or_else(|| Ok(y.clone()), |bias| y.add(bias))
 }
 
+/// A case of [`conv2d`]; `shapes` are those of the images, the weight and, if there is one, the bias.
 fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Case {
     Case::new(label, shapes, move |x| conv2d(&x[0], &x[1], x.get(2), options)).plain(move |x| plain(x, options))
 }
 
-/// Cases of convolutions of x[0] with frozen weight and bias, plus the addend x[1].
+/// Cases of convolutions of x[0] with frozen weight and bias, plus the addend x[1]. The arguments of `case` are the
+/// label, the shapes of x[0] and x[1], the height and width of the kernel, and whether there is a bias.
 fn add_cases() -> Vec<Case> {
     let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {
         let padding = [kernel / 2; 2];
@@ -99,6 +102,7 @@ pub static ENTRIES: &[Entry] = &[
                     &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
                     Conv2dOptions { stride: [3, 4], ..default },
                 ),
+                // Here images are (batch, channels, height, width), and the kernel's axes are the weight's last.
                 Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
                     conv2d_nchw(&x[0], &x[1], x.get(2), padded)
                 }),

@@ -34,6 +34,7 @@ fn ids_from(values: &[i64], dims: &[usize]) -> Tensor {
 fn gradient(x: &Tensor, g: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64> {
     let x = Var::from_tensor(x).unwrap();
     let y = function(&x).unwrap();
+    // `false`: the tape is not needed again.
     values(grad(&y, &[&x], Some(g), false).unwrap()[0].as_ref().unwrap())
 }
 
@@ -64,7 +65,8 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 
 #[test]
 fn select_and_its_gradient_match_plain_loops() {
-    // The larger tensors are computed in several pieces. A piece need not start at the first id of an outer index.
+    // The larger tensors are computed in several pieces. A piece need not start at the first id of an outer index (`o`
+    // in `select_by_hand`).
     for (dims, dim, count) in
         [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)]
     {
@@ -114,7 +116,7 @@ fn strided_values_and_ids_give_the_result_of_contiguous_ones() {
 
 #[test]
 fn bf16_gradients_of_repeated_ids_are_summed_in_f32() {
-    // In bf16, 256 + 1 is 256.
+    // In bf16, 256 + 1 is 256, so a sum of ones in bf16 would stop there.
     let x = Tensor::zeros((3, 2), DType::BF16, &Device::Cpu).unwrap();
     let ids = Tensor::constant(from_vec(vec![1i64; 1000], 1000));
     let ones = Tensor::ones((1000, 2), DType::BF16, &Device::Cpu).unwrap();
@@ -189,6 +191,7 @@ fn embedding_rejects_ids_beyond_a_quantized_matrix_and_formats_without_separate_
         let matrix = Quantized::new(&weight, format).unwrap();
         assert!(matches!(embedding(&matrix, &ids_from(&[5], &[1])), Err(Error::Index { .. })));
     }
-    let blocks = Quantized::new(&weight, Format::Nf4).unwrap();
-    assert!(matches!(embedding(&blocks, &ids_from(&[4], &[1])), Err(Error::Argument { .. })));
+    // A block of nf4 codes, which share a scale, can cross rows.
+    let nf4 = Quantized::new(&weight, Format::Nf4).unwrap();
+    assert!(matches!(embedding(&nf4, &ids_from(&[4], &[1])), Err(Error::Argument { .. })));
 }

@@ -1,5 +1,6 @@
 //! The CPU form of nearest-neighbour resizing. It works line by line; a line is one row of pixels of one image. Lines
-//! are numbered over all images of a batch.
+//! are numbered over all images of a batch. Images are (batch, height, width, channels); `input` and `output` are the
+//! [height, width] of an image before and after resizing.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -14,6 +15,7 @@ use crate::{Result, dispatch_float};
 /// The resized images: each output pixel copies its source.
 pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &Raw) -> Result<Raw> {
     let x = contiguous(x)?;
+    // The input line (column) that each output line (column) of an image copies.
     let (source_lines, source_columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
     let (line_len, result_len) = (input[1] * channels, output[1] * channels);
     dispatch_float!(x.dtype(), UPSAMPLE_NEAREST2D.name, T => read_all(UPSAMPLE_NEAREST2D.name, &[&x], |operands| {
@@ -39,6 +41,7 @@ pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &R
 /// The gradient of an input pixel is the sum of the gradients of the output pixels that copy it.
 pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad: &Raw) -> Result<Raw> {
     let grad = contiguous(grad)?;
+    // The range of the output lines (columns) that copy each input line (column) of an image.
     let (copy_lines, copy_columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
     let (line_len, result_len) = (input[1] * channels, output[1] * channels);
     let op = UPSAMPLE_NEAREST2D.name;
@@ -53,6 +56,7 @@ pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad
                     let copy = first_line + copy;
                     let g = &g[copy * result_len..(copy + 1) * result_len];
                     let sums = sum.chunks_exact_mut(channels).zip(&copy_columns);
+                    // `dispatch` compiles the loop for the SIMD instructions of the processor.
                     dispatch(
                         #[inline(always)]
                         || {

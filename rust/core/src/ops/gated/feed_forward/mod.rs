@@ -41,6 +41,8 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
     let inner = group.low_ranks(x.dtype())?;
     let outer = last.low_ranks(x.dtype())?.after(&inner);
     let inputs: SmallVec<[&Tensor; 7]> = std::iter::once(x).chain(inner.factors()).chain(outer.factors()).collect();
+    // On CUDA, the low-rank products of the inner maps are late: they are not added to y in memory. The kernels that
+    // read y add them.
     let are_late = x.device().is_cuda();
     record_with_aux(
         &SWIGLU_FEED_FORWARD,
@@ -62,7 +64,8 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
                     outer.add_last_products(&result, &outer_hidden)?;
                     result
                 }
-                // Nothing reads the result either.
+                // `cuda::forward` returns no unit in a recomputation that ends with this operation: then nothing reads
+                // the operation's result either.
                 None => compute::unset(SWIGLU_FEED_FORWARD.name, &y, &[y.dims()[0], last.weight.dims()[0]])?,
             };
             let result = result.reshape(with_last(&x.raw, last.weight.dims()[0]))?;
@@ -126,10 +129,11 @@ struct FeedForward {
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// Returns the inner gradients. `unit_grad` is the part of the unit's gradient that comes through the outer map's
-    /// base. `outer_hidden_grad` is s g B of the outer map's low-rank product, where g is the gradient of its result.
-    /// The function adds the other part of the unit's gradient, `outer_hidden_grad` times A, to `unit_grad` in place.
-    /// To the gradients in `context` it adds those of B of the two inner maps and that of A of the outer map.
+    /// The part of the backward pass, on the CPU, that reads the inner maps' results. Returns the inner gradients.
+    /// `unit_grad` is the part of the unit's gradient that comes through the outer map's base. `outer_hidden_grad` is
+    /// s g B of the outer map's low-rank product, where g is the gradient of its result. The function adds the other
+    /// part of the unit's gradient, `outer_hidden_grad` times A, to `unit_grad` in place. To the gradients in `context`
+    /// it adds those of B of the two inner maps and that of A of the outer map.
     fn on_cpu(
         &self,
         context: &mut BackwardContext<'_>,
