@@ -22,6 +22,10 @@ SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()
 BY_LENGTH = ("dynamic", "longrope", "longrope short")
 
 
+# A case has the logits of each fourth token of the vocabulary, which keeps its file small.
+STORED = slice(None, None, 4)
+
+
 def case_of(family: str) -> dict[str, tc.Tensor]:
     return tc.load_file(decompressed(GOLDEN / family / "case.safetensors"))
 
@@ -50,7 +54,7 @@ def test_scores_equal_those_of_transformers(family: str, device: str) -> None:
     case = case_of(family)
     model = model_of(family, device=device)
     ids = case["input_ids"].to(device)
-    assert_near(model(ids), case["logits"])
+    assert_near(model(ids)[..., STORED], case["logits"])
     # Ids in u32 and a mask without padding change nothing.
     np.testing.assert_array_equal(
         model(ids.to("u32"), ids * 0 + 1).to("cpu").numpy(), model(ids).to("cpu").numpy()
@@ -272,7 +276,9 @@ def test_loss_gradients_and_scores_with_adapters_equal_those_of_peft(
     scores = model(inputs[0], inputs[2]).to("cpu").numpy()
     not_padding = case["attention_mask"].to("cpu").numpy() == 1
     expected = case["lora_logits"].to("cpu").numpy()
-    np.testing.assert_allclose(scores[not_padding], expected[not_padding], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        scores[..., STORED][not_padding], expected[not_padding], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_packed_loss_and_log_probs_equal_the_loss_of_the_texts(device: str) -> None:
