@@ -97,7 +97,7 @@ template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, in
 }
 
 // `address` is that of a chunk in the first 16 columns of a tile. Returns the address of the corresponding chunk of the same row in the 16
-// columns of step `step`.
+// columns of step `step`. A step is two chunks, 32 bytes: within a panel, `step` changes only the upper two bits of the chunk's index.
 template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
     return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
@@ -107,15 +107,17 @@ template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t ad
 // `width` a multiple of `CHUNK`. `THREADS` threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
+    // The threads copy `STEP` rows at a time. A multiple of 8 keeps row % 8, and so the order of a thread's chunks, in all iterations.
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
     static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP % 8 == 0), "all threads copy the same number of chunks");
     const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    const bool column = chunk * CHUNK < width;
+    const bool in_width = chunk * CHUNK < width;
     const uint32_t to = tile + chunk_offset<ROWS>(first, chunk);
     const T *from = source + first * stride + chunk * CHUNK;
 #pragma unroll
     for (int row = 0; row < ROWS; row += STEP) {
-        const bool exists = column && first + row < rows;
+        const bool exists = in_width && first + row < rows;
+        // A copy of 0 bytes writes zeros; its source is not read, but must be a valid address.
         copy_wide(to + row * ROW_BYTES, exists ? from + row * stride : source, exists ? 16 : 0);
     }
 }
@@ -124,11 +126,11 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
 template <int D, int M, int ROWS> struct SharedRows {
     // The address of the first row of this thread's warpgroup (for `wgmma`), and the address that this lane passes to `ldmatrix` for the
     // warp's first 16 rows and 16 columns.
-    uint32_t rows, address;
+    uint32_t warpgroup_address, address;
 
     __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-        rows = tile + warp / 4 * (4 * 16 * M * ROW_BYTES);
+        warpgroup_address = tile + warp / 4 * (4 * 16 * M * ROW_BYTES);
         address = tile + warp * 16 * M * ROW_BYTES + chunk_offset<ROWS>(lane % 16, lane / 16);
     }
 
@@ -168,12 +170,13 @@ template <int D, int M, int ROWS> struct HeldRows {
 };
 
 #if WARPGROUP_PRODUCTS
-// sum = a @ b.T with `wgmma`: the form of `multiply_rows` for rows `a` in shared memory, and the form for rows `a` in registers.
+// sum = a @ b.T with `wgmma`: the form of `multiply_rows` for rows `a` in shared memory, and the form for rows `a` in registers. The last
+// argument of `warpgroup_multiply` says whether the product is added to `sum`, as all but the first are.
 template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
 __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const SharedRows<D, 1, ROWS_OF_A> &a, uint32_t b) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        warpgroup_multiply(T(), sum, describe(step_columns<ROWS_OF_A>(a.rows, k)), describe(step_columns<ROWS>(b, k)), k > 0);
+        warpgroup_multiply(T(), sum, describe(step_columns<ROWS_OF_A>(a.warpgroup_address, k)), describe(step_columns<ROWS>(b, k)), k > 0);
 }
 
 template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
@@ -183,8 +186,9 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D), and b (N, D) consists of N rows of a tile of `ROWS` rows. With `wgmma`
-// (BY_WARPGROUP) the products are asynchronous, and the caller must wait for them (warpgroup.cuh). With `mma.sync` they are done on return.
+// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D) in a tile of `ROWS_OF_A` rows, and b (N, D) consists of N rows of a tile of
+// `ROWS` rows. With `wgmma` (BY_WARPGROUP) the products are asynchronous, and the caller must wait for them (warpgroup.cuh). With
+// `mma.sync` they are done on return.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
 #if WARPGROUP_PRODUCTS
@@ -194,6 +198,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const R
     }
 #endif
     const int lane = threadIdx.x % WARP;
+    // The four 8 x 8 matrices of a load: rows 0 to 7 of b, both chunks of a step, then rows 8 to 15, both chunks.
     const uint32_t address = b + chunk_offset<ROWS>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -219,7 +224,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const R
     }
 }
 
-// Accumulators (16 * M, N), rounded to `T`, as the left operand of products.
+// Accumulators (16 * M, N), rounded to `T`, as the left operand of products (see the top of the file).
 template <typename T, int M, int N> struct Weights {
     uint32_t fragments[M][N / 16][4];
 
@@ -242,10 +247,10 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
     if constexpr (BY_WARPGROUP<M>) {
 #pragma unroll
         for (int panel = 0; panel < D / 64; panel++) {
-            auto &part = *reinterpret_cast<float(*)[8][4]>(&sum[0][panel * 8]);
+            auto &panel_sum = *reinterpret_cast<float(*)[8][4]>(&sum[0][panel * 8]);
 #pragma unroll
             for (int k = 0; k < N / 16; k++)
-                warpgroup_multiply_add(T(), part, weights.fragments[0][k],
+                warpgroup_multiply_add(T(), panel_sum, weights.fragments[0][k],
                                        describe(x + panel * (ROWS * ROW_BYTES) + k * 16 * ROW_BYTES));
         }
         return;
@@ -276,6 +281,7 @@ template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
+    // `group` and `member` are g and t at the top of the file.
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
     // If the tile is the products' left operand: a product by `wgmma` reads the rows of all four warps of the warpgroup, so all warps must
     // have finished their products before a warp overwrites its rows. A product by `mma.sync` reads the rows of one warp only.

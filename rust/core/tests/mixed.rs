@@ -1,4 +1,5 @@
-//! f32 variables in f16 and bf16 computation: the copies of their values in f16 or bf16, and their gradients in f32.
+//! f32 variables in f16 and bf16 computation: the copies of their values in f16 or bf16 (`compute_copy`), and their
+//! gradients in f32.
 
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{
@@ -24,6 +25,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
     to_f64_vec(tensor.raw()).unwrap()
 }
 
+/// Asserts that the elements differ by at most `tolerance` times the largest expected magnitude, or 1 if that is less.
 fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
     let (found, expected) = (values(found), values(expected));
     assert_eq!(found.len(), expected.len());
@@ -41,16 +43,21 @@ fn a_copy_gets_the_new_value_after_a_change_and_keeps_its_storage() -> Result<()
         let x = if flat { buffer.vars()[1].clone() } else { Var::from_tensor(&initial[1])? };
         let first = x.compute_copy(DType::BF16)?;
         assert_eq!((first.dtype(), values(&first)), (DType::BF16, values(&initial[1])));
-        let place = |copy: &Tensor| (storage_identity(copy.raw()).0, copy.raw().layout().start_offset());
+        // The storage of a copy, and the index of its first element in the storage.
+        let location = |copy: &Tensor| (storage_identity(copy.raw()).0, copy.raw().layout().start_offset());
         x.set(&Tensor::full(2.0, (4, 2), DType::F32, &CPU)?)?;
         let second = x.compute_copy(DType::BF16)?;
         assert_eq!(values(&second), [2.0; 8]);
-        assert_eq!(place(&first), place(&second));
-        assert_eq!(place(&x.compute_copy(DType::BF16)?), place(&second));
+        assert_eq!(location(&first), location(&second));
+        assert_eq!(location(&x.compute_copy(DType::BF16)?), location(&second));
         if flat {
             let other = buffer.vars()[0].compute_copy(DType::BF16)?;
-            assert_eq!(place(&other).0, place(&second).0, "the copies of a flat buffer's variables share one storage");
-            assert_eq!(place(&second).1, 3, "the first variable has three elements");
+            assert_eq!(
+                location(&other).0,
+                location(&second).0,
+                "the copies of a flat buffer's variables share one storage"
+            );
+            assert_eq!(location(&second).1, 3, "the first variable has three elements");
         }
     }
     Ok(())
@@ -61,10 +68,12 @@ fn a_copy_that_an_update_has_written_is_not_cast() -> Result<()> {
     let x = var(&[4], 0);
     assert!(x.copy_storage().is_none());
     x.compute_copy(DType::F16)?;
+    // Not the value of `x`, so that a new cast of `x` would be noticed.
     let marker = Tensor::full(7.0, 4, DType::F16, &CPU)?;
     trainable_candle_core::compute::copy_into(&x.copy_storage().unwrap(), marker.raw())?;
     x.changed_with_copy()?;
     assert_eq!(values(&x.compute_copy(DType::F16)?), [7.0; 4]);
+    // This counts as a change of the value without the copy.
     x.update_in_place(|_| Ok(()))?;
     assert_eq!(values(&x.compute_copy(DType::F16)?), values(&x));
     Ok(())
@@ -76,8 +85,9 @@ fn gradients_through_a_copy_are_those_of_a_cast() -> Result<()> {
         let (cast, copied) = (var(&[4, 3], 1), var(&[4, 3], 1));
         let x = draw(&[5, 3], 2).to_dtype(dtype)?;
         let g = draw(&[5, 4], 3).to_dtype(dtype)?;
-        linear(&x, &cast.to_dtype(dtype)?, None)?.backward_with(Some(&g), false)?;
-        linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), false)?;
+        let retain_graph = false;
+        linear(&x, &cast.to_dtype(dtype)?, None)?.backward_with(Some(&g), retain_graph)?;
+        linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), retain_graph)?;
         assert_eq!(values(&copied.grad().unwrap()), values(&cast.grad().unwrap()));
         assert_eq!(copied.grad().unwrap().dtype(), DType::F32);
     }
@@ -97,6 +107,7 @@ fn a_variable_changed_after_its_copy_was_read_is_an_error_of_the_backward_pass()
     Ok(())
 }
 
+/// The operands of a layer with LoRA or DoRA: an input `x (2, 33, 45)` and a weight (37, 45), with factors of rank 5.
 struct Layer {
     x: Var,
     weight: Tensor,
@@ -107,9 +118,10 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(dtype: DType, factors: DType) -> Result<Self> {
+    /// The input, the weight and the bias are in `dtype`; the factors and the magnitude are in `factor_dtype`.
+    fn new(dtype: DType, factor_dtype: DType) -> Result<Self> {
         let (out, inner, rank) = (37, 45, 5);
-        let trained = |dims: &[usize], seed| Var::from_tensor(&draw(dims, seed).to_dtype(factors)?);
+        let trained = |dims: &[usize], seed| Var::from_tensor(&draw(dims, seed).to_dtype(factor_dtype)?);
         let mut layer = Self {
             x: Var::from_tensor(&draw(&[2, 33, inner], 0).to_dtype(dtype)?)?,
             weight: draw(&[out, inner], 1).to_dtype(dtype)?,
@@ -118,7 +130,7 @@ impl Layer {
             up: trained(&[out, rank], 4)?,
             magnitude: trained(&[out], 5)?,
         };
-        if factors == DType::F32 {
+        if factor_dtype == DType::F32 {
             // As in an adapter, the factors are in a flat buffer.
             let buffer = FlatBuffer::new(&[layer.down.detach(), layer.up.detach(), layer.magnitude.detach()])?;
             [layer.down, layer.up, layer.magnitude] = [0, 1, 2].map(|i| buffer.vars()[i].clone());
@@ -132,8 +144,8 @@ impl Layer {
         if dora { dora_linear(x, weights, magnitude) } else { lora_linear(x, weights) }
     }
 
-    /// The last value, and the gradients that two backward passes have added up: of x, down, up and, with DoRA,
-    /// magnitude.
+    /// Runs the layer forward and backward twice. Returns the layer's result, and the gradients that the two backward
+    /// passes have added up: of x, down, up and, with DoRA, magnitude.
     fn train(&self, dora: bool) -> Result<Vec<Tensor>> {
         let mut results = Vec::new();
         for seed in [7, 8] {
@@ -156,8 +168,9 @@ fn f32_factors_in_16_bit_computation_agree_with_f64_and_have_f32_gradients() -> 
             let layer = Layer::new(dtype, DType::F32)?;
             let found = layer.train(dora)?;
             assert_eq!(found.len(), exact.len());
-            for (part, (found, exact)) in found.iter().zip(&exact).enumerate() {
-                assert_eq!(found.dtype(), if part < 2 { dtype } else { DType::F32 });
+            for (index, (found, exact)) in found.iter().zip(&exact).enumerate() {
+                // The result and the gradient of x come first.
+                assert_eq!(found.dtype(), if index < 2 { dtype } else { DType::F32 });
                 close(found, exact, tolerance);
             }
             // Hidden values and results are rounded to `dtype`; the gradients of f32 factors, such as `up`, are not.
@@ -190,6 +203,7 @@ fn untrained_dora_of_small_f16_weights_equals_the_base_layer() -> Result<()> {
 fn gradients_in_a_flat_buffer_equal_those_of_separate_variables() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         let flat = Layer::new(dtype, DType::F32)?;
+        // Variables outside of a buffer, with the values that `Layer::new` draws.
         let separate = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };
         for (flat, separate) in flat.train(false)?.iter().zip(&separate.train(false)?) {
             close(flat, separate, 1e-6);
@@ -232,6 +246,7 @@ fn lora_backward_of_many_layers_equals_that_of_each_layer_and_an_error_changes_n
                     scale: 0.25,
                 })
                 .collect();
+            // `lora_backward_` adds to the gradients of the variables, so they are twice those of `lora_backward`.
             lora_backward_(&layers)?;
             lora_backward_(&layers)?;
             for layer in &layers {

@@ -166,7 +166,7 @@ impl Source {
     /// streamed if the source's streaming includes `layer`.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
-        // None: not quantized. `Some(None)`: in the format in which the weight is stored.
+        // None: not quantized. `Some(None)`: in the format in which the weight is stored. `Some(Some(f))`: in format f.
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
         let transposes = wanted.is_some() && self.transposes();
         let streaming = self.streaming.clone();
@@ -182,7 +182,7 @@ impl Source {
                 (Some((streaming, unit)), None) => {
                     // The store may return a quantized weight here, but this layer is not to be quantized.
                     let weight = stored.read_weight_to_cpu(&name, None)?;
-                    let values = weight.quantized().map(|codes| codes.dequantize(codes.dtype())).transpose()?;
+                    let values = weight.quantized().map(|matrix| matrix.dequantize(matrix.dtype())).transpose()?;
                     streaming.weight(unit, values.map_or(weight, Weight::from))?
                 }
                 (None, Some(format)) => transposed(stored.read_weight(&name, format)?, transposes)?,
@@ -194,6 +194,7 @@ impl Source {
         let values = self.get(name, shape, init, Packing::Plain)?;
         // Trainable parameters, bare shapes and stand-ins for missing parameters are neither quantized nor streamed.
         let Kind::Random { .. } = &self.kind else { return Ok(values.into()) };
+        // Random values have no stored format to keep, so they stay unquantized if no format is given.
         let weight: Weight = match wanted.flatten() {
             Some(format) => transposed(Quantized::new(&values, format)?.into(), transposes)?,
             None => values.into(),

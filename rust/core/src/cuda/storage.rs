@@ -1,4 +1,4 @@
-//! The storage of candle's CUDA tensors.
+//! The length of the storage of candle's CUDA tensors.
 
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 

@@ -47,7 +47,7 @@ pub struct LinearGroup<'a> {
 }
 
 impl LinearGroup<'_> {
-    /// Checks that the maps can be applied to `x`.
+    /// Checks that the maps can be applied to `x`, and that `sizes` and `low_rank` fit the weight.
     pub(super) fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
         check(op, x, self.weight, self.bias)?;
         check_frozen(op, self.weight, self.bias)?;
@@ -86,6 +86,7 @@ impl LinearGroup<'_> {
 
     /// The low-rank products of the maps, for inputs of `dtype`.
     pub(super) fn low_ranks(&self, dtype: DType) -> Result<LowRanks<'_>> {
+        // `column` is the first column of a map's results in y.
         let (mut low_ranks, mut column) = (LowRanks::default(), 0);
         for (&out, low_rank) in self.sizes.iter().zip(self.low_rank) {
             if let Some(LowRank { down, up, scale }) = low_rank {
@@ -115,9 +116,11 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
         || {
             let matrix = as_matrix(&x.raw)?;
             let y = forward_unless_unread(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
+            // Adds the low-rank products to `y` in place, and returns x Aᵀ.
             let hidden = low_ranks.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, group.weight.dims()[0]))?, hidden.into_iter().collect()))
         },
+        // `aux` has x Aᵀ, if there are low-rank products.
         |saver, _, aux| low_ranks.save(saver, x, group.weight, aux.first()),
     )
 }
@@ -137,7 +140,8 @@ pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {
         /// A group of maps of 5 input features. For each map, `sizes` has the number of output features, and `scales`
-        /// has the scale of its low-rank product, if it has one.
+        /// has the scale of its low-rank product, if it has one. `shapes` are the shapes of x and of A and B of each
+        /// low-rank product.
         fn case(
             label: &'static str,
             shapes: &[&[usize]],
@@ -183,7 +187,8 @@ pub static ENTRIES: &[Entry] = &[Entry {
             };
             Case::new(label, shapes, run).plain(plain)
         }
-        /// A group of two adapted maps whose weights are rows of one NF4 matrix.
+        /// A group of two adapted maps whose weights are the rows of one NF4 matrix (7, 5). The plain form uses the
+        /// dequantized matrix.
         fn quantized() -> Case {
             const SIZES: &[usize] = &[4, 3];
             let low_rank =

@@ -85,12 +85,13 @@ impl PackedTexts {
         let labels = host(labels, "labels")?;
         let target = |&place: &usize| if (place + 1) % columns == 0 { ignored } else { labels[place + 1] };
         let targets: Vec<i64> = self.places.iter().map(target).collect();
-        let counted = targets.iter().filter(|&&target| target != ignored).count();
-        let count = targets.len();
-        Ok((Tensor::from_vec(targets, count, &self.device)?, counted))
+        let not_ignored = targets.iter().filter(|&&target| target != ignored).count();
+        let tokens = targets.len();
+        Ok((Tensor::from_vec(targets, tokens, &self.device)?, not_ignored))
     }
 
-    /// Moves the rows of `x (N, D)` to the places of their tokens in the batch: (B, S, D), with zeros for padding.
+    /// Copies the rows of `x (N, D)`, one for each token of the sequence, to the tokens' rows and columns of the batch:
+    /// (B, S, D), with zeros for padding.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the result does not fit in memory.

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the names in this library, and
-//! the names in original checkpoints.
+//! The names of the parameters of Flux.1's transformer in files: diffusers' names, which are also the names in this
+//! library, and the names in original checkpoints, those of Black Forest Labs.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -50,6 +50,7 @@ impl BlockNames {
             Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
                 Box::new(OriginalTransformer { prefix, names: self })
             }
+            // `LlamaCpp` only completes the match: just language models and text encoders have llama.cpp's names.
             Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => {
                 Box::new(PrefixedNames(prefix))
             }
@@ -88,7 +89,8 @@ pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_b
 /// The prefixes of the single-stream blocks: this library's, and the one in original checkpoints.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
-/// The layers outside of the blocks.
+/// The layers outside of the blocks. An entry has a layer's name in this library, the name in original checkpoints, and
+/// the form in which these store the layer's parameters.
 const OUTSIDE: [Renaming; 10] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -104,7 +106,7 @@ const OUTSIDE: [Renaming; 10] = [
 ];
 
 /// The attention layers of the double-stream blocks. In original files, one layer `qkv` computes queries, keys and
-/// values: each is a third of the layer's rows.
+/// values: each is a third of the layer's rows. `Form::share(i, 3)` is the third with index i.
 pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
     ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),
@@ -136,7 +138,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
 /// The other layers of the single-stream blocks. In original files, `linear1` computes the queries, the keys, the
-/// values and the hidden layer of the feed-forward network. The hidden layer is four times as wide as the queries.
+/// values and the hidden layer of the feed-forward network. The hidden layer is four times as wide as the queries, so
+/// the rows of `linear1` are seven shares as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -148,8 +151,8 @@ pub(crate) const SINGLE: [Renaming; 7] = [
 ];
 
 /// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. Shapes do not
-/// determine `axes_dims_rope`: this field comes from the first of the `known` configurations whose other fields agree,
-/// or else from [`FluxConfig::default`].
+/// determine `axes_dims_rope`: this field comes from the first of the `known` configurations, those of published
+/// models, whose other fields agree, or else from [`FluxConfig::default`].
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is one of Flux's tools (Fill,

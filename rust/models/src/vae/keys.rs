@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files: diffusers' names (also the model's own names), diffusers' older
-//! names of the attention's layers, and the names in original checkpoints.
+//! The names of the parameters of `AutoencoderKL`, the image autoencoder, in files: diffusers' names (also the names in
+//! this library), diffusers' older names of the attention's layers, and the names in original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -19,8 +19,8 @@ pub(super) fn layout(
     let has_level = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // Diffusers' converter gives index 3 to the level that the decoder runs first, even if there are fewer than 4
-    // levels.
+    // The index in the file of the level that the decoder runs first. Diffusers' converter gives it index 3, even if
+    // there are fewer than 4 levels. So this is the largest index in an existing file.
     let last_level = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
     Box::new(OriginalAutoencoder { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
@@ -33,11 +33,12 @@ const LEVEL_LIMIT: usize = 16;
 /// `names` pairs this library's names of layers with a file's names. The projections are linear layers in this library,
 /// but 1×1 convolutions in files that use other names than this library.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
-    let (before, rest) = name.split_once("mid_block.attentions.0.")?;
+    // `coder` is `encoder.` or `decoder.`.
+    let (coder, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
         let parameter = rest.strip_prefix(ours)?.strip_prefix('.')?;
         let form = if parameter == "weight" && *ours != "group_norm" { Form::Pointwise } else { Form::Plain };
-        Some(Key { key: format!("{before}mid_block.attentions.0.{theirs}.{parameter}"), form })
+        Some(Key { key: format!("{coder}mid_block.attentions.0.{theirs}.{parameter}"), form })
     })
 }
 
@@ -57,7 +58,7 @@ impl Layout for Diffusers {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        key == COUNT
+        key == BATCH_COUNT
     }
 }
 
@@ -66,12 +67,13 @@ struct OriginalAutoencoder {
     prefix: &'static str,
     /// The file's index of the level that the decoder runs first. The index falls by 1 from each level to the next.
     last_level: usize,
-    /// Whether the file has the latents' statistics.
+    /// Whether the file has the means and variances of the latents, as FLUX.2's files have.
     is_normed: bool,
 }
 
-/// The key of the number of batches from which the latents' statistics were computed. Readers skip this tensor.
-const COUNT: &str = "bn.num_batches_tracked";
+/// The key of the number of batches from which the means and variances of the latents were computed. Readers skip this
+/// tensor.
+const BATCH_COUNT: &str = "bn.num_batches_tracked";
 /// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder. Each
 /// entry has a convolution's name in this library, and the prefix that precedes the same name in these files.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
@@ -84,38 +86,39 @@ impl Layout for OriginalAutoencoder {
     fn keys(&self, name: &str) -> Vec<Key> {
         let quant = QUANT.iter().find(|(layer, _)| self.is_normed && name.starts_with(layer));
         let quant = quant.map(|(_, coder)| Key::plain(format!("{coder}{name}")));
-        quant.into_iter().chain(self.place(name)).collect()
+        quant.into_iter().chain(self.usual_key(name)).collect()
     }
 
     fn ignores(&self, key: &str) -> bool {
-        key == COUNT
+        key == BATCH_COUNT
     }
 }
 
 impl OriginalAutoencoder {
     /// The key of the parameter `name` without FLUX.2's exception ([`QUANT`]); None if the autoencoder has no such
     /// parameter.
-    fn place(&self, name: &str) -> Option<Key> {
+    fn usual_key(&self, name: &str) -> Option<Key> {
         const ATTENTION: [(&str, &str); 5] =
             [("group_norm", "norm"), ("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "proj_out")];
-        if let Some(place) = attention(name, ATTENTION) {
-            return Some(Key { key: place.key.replace("mid_block.attentions.0", "mid.attn_1"), ..place });
+        if let Some(found) = attention(name, ATTENTION) {
+            return Some(Key { key: found.key.replace("mid_block.attentions.0", "mid.attn_1"), ..found });
         }
         let Some((coder, rest)) = name.split_once('.').filter(|(coder, _)| matches!(*coder, "encoder" | "decoder"))
         else {
             return Some(Key::plain(name));
         };
-        let (block, inside) = rest.split_once('.')?;
+        let (block, in_block) = rest.split_once('.')?;
         let key = match block {
-            "conv_norm_out" => format!("norm_out.{inside}"),
+            "conv_norm_out" => format!("norm_out.{in_block}"),
             "mid_block" => {
-                let (index, rest) = inside.strip_prefix("resnets.")?.split_once('.')?;
+                let (index, rest) = in_block.strip_prefix("resnets.")?.split_once('.')?;
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
-            "down_blocks" => level(inside, "down", Some)?,
+            // The encoder's levels have the same index in both.
+            "down_blocks" => level(in_block, "down", Some)?,
             // In original files, the level with the largest feature map, which the decoder runs last, has the lowest
             // index.
-            "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
+            "up_blocks" => level(in_block, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
         Some(Key::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))
@@ -137,8 +140,8 @@ fn level(name: &str, direction: &str, file_index: impl Fn(usize) -> Option<usize
 
 /// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. Fields that shapes
 /// do not determine, such as the scale of the latents, come from the first of the `known` configurations that have
-/// the deduced sizes. Without such a configuration, they come from SDXL's autoencoder, but for a file with the latents'
-/// statistics the scaling factor is 1.
+/// the deduced sizes. Without such a configuration, they come from SDXL's autoencoder; only the scaling factor is 1 for
+/// a file with the means and variances of the latents.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
@@ -179,6 +182,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
             scaling_factor: candidate.scaling_factor,
             shift_factor: candidate.shift_factor,
             force_upcast: candidate.force_upcast,
+            // Shapes tell whether there is an epsilon, but not its value.
             latent_norm_eps: deduced.latent_norm_eps.and(candidate.latent_norm_eps),
             ..deduced.clone()
         } == *candidate

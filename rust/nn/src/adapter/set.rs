@@ -15,7 +15,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// The name of a layer's learned scales among the layer's parameters.
+/// Quantization-aware training: the name of a layer's learned scales among the layer's parameters.
 const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
@@ -29,10 +29,13 @@ struct Member {
     /// The layer's frozen bias.
     bias: Option<Tensor>,
     operation: Operation,
+    /// Where the layer looks for an adapter.
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
+    /// The adapter's variables by name, views of the set's buffer.
     parameters: Parameters<Var>,
-    /// The logarithms of the learned factors on the scales of the rounded weight; None if no factors are learned.
+    /// With quantization-aware training, the logarithms of the learned factors on the scales of the rounded weight;
+    /// None if no factors are learned.
     scales: Option<Var>,
 }
 
@@ -53,6 +56,7 @@ struct Planned<'a> {
     layer: Layer<'a>,
     kind: &'static AdapterKind,
     settings: AdapterSettings,
+    /// The initial values of its parameters, by name.
     values: Parameters<Tensor>,
 }
 
@@ -145,6 +149,7 @@ impl AdapterSet {
             };
             if let Some(side) = OftSide::of(parameters.iter().map(|(name, _)| *name)) {
                 settings.oft_side = side;
+                // A row of OFT's parameter has the elements of one block's strict upper triangle.
                 let elements = parameters.first().and_then(|(_, value)| value.dims().get(1)).copied();
                 settings.oft_block_size = elements.and_then(size_of).unwrap_or(settings.oft_block_size);
             }
@@ -168,8 +173,8 @@ impl AdapterSet {
         }
         let grid_of_learned_scales = config.qat.filter(|_| config.qat_learned_scales);
         let mut values = Vec::new();
-        for Planned { name, layer, values: own, .. } in &planned {
-            values.extend(own.iter().map(|(_, value)| value.clone()));
+        for Planned { name, layer, values: initial, .. } in &planned {
+            values.extend(initial.iter().map(|(_, value)| value.clone()));
             if let Some(grid) = grid_of_learned_scales {
                 values.push(initial_logarithms(grid, &layer.base()).map_err(|e| at_layer(name, e))?);
             }
@@ -393,6 +398,7 @@ impl AdapterSet {
                     return differs(&arguments(given.cayley_neumann_terms), &own);
                 }
             }
+            // A rank of 0 means that the adapter has no rank.
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
                 // Either the file or this set has parameters that the other does not. The caller returns the error for
@@ -454,8 +460,8 @@ impl AdapterSet {
 fn initial_logarithms(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
     let dims = base.weight.dims();
     // For a weight that does not fit the grid, `QuantizationAware` returns the error later.
-    let scales = if grid.check(dims).is_ok() { grid.scales(base.rows(), base.columns()) } else { 0 };
-    Tensor::zeros(scales, DType::F32, base.weight.device())
+    let count = if grid.check(dims).is_ok() { grid.scales(base.rows(), base.columns()) } else { 0 };
+    Tensor::zeros(count, DType::F32, base.weight.device())
 }
 
 /// Convert a layer's parameters from a file to their layout in memory, to f32 and to the layer's device. The result has

@@ -144,6 +144,7 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
         // `tc::Tensor::full` takes an f64, which cannot hold every i64. So repeat an integer tensor of one element.
         tc::raw::check_allocation("full", &sizes, dtype)?;
         let one = value.to_tensor("full", dtype, &device)?;
+        // `own_copy` gives every element of the broadcast view its own place in memory.
         Ok(tc::raw::own_copy(one.broadcast_as(sizes)?.raw())?.into())
     })
     .map(Tensor)
@@ -154,6 +155,7 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
 /// # Errors
 /// [`tc::Error::Shape`] if there is not exactly one element; those of reading a tensor on a GPU.
 fn only_number(tensor: &tc::Tensor) -> tc::Result<Number> {
+    // `item` returns an f64, which cannot hold every i64, so an integer is read again by `integers`.
     let value = tensor.item()?;
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(Number { value, kind: Kind::Float });
@@ -223,6 +225,7 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    // The values may be any, so zeros will do.
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
@@ -327,6 +330,7 @@ pub fn arange(
 pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
     let n = n.count("eye", "n")?;
     let m = m.map_or(Ok(n), |m| m.count("eye", "m"))?;
+    // `check_allocation` returns the number of elements, n · m.
     let count = tc::raw::check_allocation("eye", &[n, m], DType::F32)?;
     let mut values = vec![0f32; count];
     // From one element of the diagonal to the next, there are m + 1 elements in row-major order.
@@ -395,6 +399,7 @@ pub fn randint(py: Python<'_>, low: Integer, high: Integer, shape: Shape, device
     let (low, high) = (low.signed("randint", "low")?, high.signed("randint", "high")?);
     let sizes = shape.sizes("randint")?;
     let device = device::parse(device)?;
+    // The number of values from `low` to `high` - 1.
     let span = high.checked_sub(low).and_then(|span| u32::try_from(span).ok()).filter(|&span| span > 0);
     let span = span.ok_or_else(|| {
         tc::Error::argument(
@@ -404,6 +409,7 @@ pub fn randint(py: Python<'_>, low: Integer, high: Integer, shape: Shape, device
     })?;
     let count = tc::raw::check_allocation("randint", &sizes, DType::I64)?;
     compute(py, count, || {
+        // Integers from 0 to span - 1.
         let mut values = tc::rng::integers_vec(count, span)?;
         values.iter_mut().for_each(|v| *v += low);
         tc::Tensor::from(tc::raw::from_vec(values, sizes)).to_device(&device)

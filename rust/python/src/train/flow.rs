@@ -70,12 +70,14 @@ impl FlowMatching {
         seed: Integer,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "noise";
+        // `words` and `word` convert Python's integers to u64.
         let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
         let seed = seed.word(OP, "seed")?;
         let work = || match &samples {
             Some(samples) => self.objective.noise_for(&data.0, samples, seed),
             None => self.objective.noise(&data.0),
         };
+        // `compute` releases the GIL if there are many elements.
         compute(py, data.0.elem_count(), work).map(into_tuple)
     }
 
@@ -147,7 +149,7 @@ impl FlowMatching {
     }
 }
 
-/// The three tensors that `noise` returns, as Python gets them.
+/// The three tensors that `noise` and `validation_noise` return, as Python gets them.
 fn into_tuple(noised: objective::Noised) -> (Tensor, Tensor, Tensor) {
     (Tensor(noised.sample), Tensor(noised.sigmas), Tensor(noised.target))
 }

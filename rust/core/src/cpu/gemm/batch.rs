@@ -133,7 +133,8 @@ pub(crate) struct Plan {
     pub n: usize,
     /// Columns of `a` and rows of `b`.
     pub k: usize,
-    /// Distance between neighbouring rows of the result, in elements.
+    /// Distance between neighbouring rows of the result, in elements: `n`, or more if the result is written to a range
+    /// of columns.
     pub row: usize,
     /// Strides of `a` along m and k.
     pub a: [usize; 2],
@@ -176,11 +177,13 @@ impl Plan {
             return Err(mismatch());
         }
         let mut plan = Self { dims: Dims::new(), m, n, k, row: n, a: a_strides, b: b_strides, batch: SmallVec::new() };
-        // An operand's stride along batch dimension `i` of the result; 0 if the operand is broadcast along it.
+        // An operand's stride along batch dimension `i` of the result; 0 if the operand is broadcast along it. The last
+        // batch dimensions of operand and result correspond, so an operand may lack the first ones.
         let stride = |layout: &Layout, batch: &[usize], i: usize| match (i + batch.len()).checked_sub(dims.len()) {
-            Some(own) if batch[own] != 1 => layout.stride()[own],
+            Some(own_index) if batch[own_index] != 1 => layout.stride()[own_index],
             _ => 0,
         };
+        // From the innermost batch dimension to the outermost.
         let mut result_stride = m.saturating_mul(n);
         for (i, &size) in dims.iter().enumerate().rev() {
             let strides = [stride(a, a_batch, i), stride(b, b_batch, i), result_stride];
@@ -241,6 +244,7 @@ impl Plan {
         // SAFETY: the caller guarantees that `c` is writable; candle's layouts guarantee that the offsets and strides
         // of `a` and `b` stay within their storages.
         unsafe {
+            // For each product of the batch, the distances of its `a`, `b` and `c` from those of the first.
             product.run(count, |mut index| {
                 let mut offsets = [0; 3];
                 for axis in self.batch.iter().rev() {

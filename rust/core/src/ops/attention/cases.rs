@@ -10,8 +10,9 @@ use crate::ops::norm::{rms_norm, rms_norm_rope};
 use crate::{Result, Tensor};
 
 pub(super) fn attention() -> Vec<Case> {
-    /// Shapes of q, k and v.
+    /// Shapes of q, k and v: (batch, heads, tokens, width), with 5 queries, 7 keys, and values of another width.
     const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
+    // `scale` is None for 1/√width, the default.
     let case =
         |label, shapes: &[&[usize]], mask: fn(&Device) -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
             let fused = move |x: &[Tensor]| {
@@ -23,23 +24,27 @@ pub(super) fn attention() -> Vec<Case> {
                 plain(&x[0], &x[1], &x[2], mask(x[0].device())?.as_ref(), is_causal, scale)
             })
         };
+    let no_mask = |_: &Device| -> Result<Option<Tensor>> { Ok(None) };
+    // Numbers that are added to the scores of 5 queries and 7 keys.
     let added_mask = |device: &Device| {
         let values = (0..35).map(|i| f64::from(i % 11) * 0.3 - 1.0).collect::<Vec<_>>();
         Tensor::from_vec(values, (5, 7), device).map(Some)
     };
+    // For each of the 7 keys of the 2 samples, whether queries see it.
     let u8_mask = |device: &Device| {
         let values = (0..14u8).map(|i| u8::from(i % 4 != 1)).collect::<Vec<_>>();
         Tensor::from_vec(values, (2, 1, 1, 7), device).map(Some)
     };
     vec![
-        case("heads", QKV, |_| Ok(None), false, None),
-        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], |_| Ok(None), false, Some(0.7)),
-        case("causal", QKV, |_| Ok(None), true, None),
-        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], |_| Ok(None), true, None),
+        case("heads", QKV, no_mask, false, None),
+        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], no_mask, false, Some(0.7)),
+        case("causal", QKV, no_mask, true, None),
+        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], no_mask, true, None),
         case("added mask", QKV, added_mask, false, None),
         case("u8 mask of keys", QKV, u8_mask, false, None),
         case("added mask and causal", QKV, added_mask, true, None),
-        case("several blocks of queries", &[&[130, 2], &[3, 2], &[3, 2]], |_| Ok(None), false, None),
+        case("several blocks of queries", &[&[130, 2], &[3, 2], &[3, 2]], no_mask, false, None),
+        // No comparison with the plain form, which attention itself uses for a mask that needs a gradient.
         Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
             scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
         }),
@@ -52,10 +57,11 @@ pub(super) fn attention() -> Vec<Case> {
     ]
 }
 
-/// Computes the plain form of packed attention: [`scaled_dot_product_attention`] of views. `x` is either the columns of
-/// queries, keys and values, or the columns of queries, and those of keys and values.
+/// Computes the plain form of packed attention: [`scaled_dot_product_attention`] of views. `x` is either one tensor
+/// (batch, tokens, 3 D) with the columns of queries, keys and values side by side, or two tensors: the queries
+/// (batch, tokens, D), and the keys and values (batch, other tokens, 2 D). D is the width of all heads together.
 fn plain_packed(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
-    // Views (batch, heads, length, width of a head) of `parts` adjacent groups of columns.
+    // Divides the columns into `parts` groups (queries, keys, values): views (batch, heads, tokens, width of a head).
     let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
         let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);
         let views = tensor.chunk(parts, 2)?;
@@ -71,6 +77,7 @@ fn plain_packed(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
 }
 
 pub(super) fn packed() -> Vec<Case> {
+    // The shapes are those of `plain_packed`.
     let case = |label, shapes: &[&[usize]], heads, is_causal| {
         Case::new(label, shapes, move |x| packed_attention(&x[0], x.get(1), heads, is_causal))
             .plain(move |x| plain_packed(x, heads, is_causal))
@@ -89,12 +96,15 @@ pub(super) fn packed() -> Vec<Case> {
 #[derive(Clone, Copy)]
 struct NormedCase {
     heads: usize,
+    /// The width of a head.
     width: usize,
     /// Whether the norms have scales.
     has_scales: bool,
+    /// Whether queries and keys are rotated.
     rotates: bool,
     /// Whether each sample has angles of its own.
     angles_per_sample: bool,
+    /// Whether some keys of each sample are masked.
     is_masked: bool,
 }
 
@@ -132,7 +142,8 @@ impl NormedCase {
         Tensor::from_vec(values, (batch, 1, 1, tokens), xs[0].device()).map(Some)
     }
 
-    /// Computes normed attention of streams with the projections `xs`.
+    /// Computes normed attention of streams with the projections `xs`: one tensor (batch, tokens, columns) for each
+    /// stream. The first 3 · heads · width columns are queries, keys and values; further columns are not read.
     fn run(&self, xs: &[Tensor]) -> Result<Tensor> {
         let operands = xs.iter().enumerate().map(|(i, x)| self.operands(x, i)).collect::<Result<Vec<_>>>()?;
         let streams: Vec<_> = xs
@@ -189,6 +200,7 @@ impl NormedCase {
 }
 
 pub(super) fn normed() -> Vec<Case> {
+    // Queries, keys and values take 3 · 3 · 4 = 36 columns.
     const BASE: NormedCase =
         NormedCase { heads: 3, width: 4, has_scales: true, rotates: true, angles_per_sample: false, is_masked: false };
     let case = |label, shapes: &[&[usize]], settings: NormedCase| {
@@ -215,7 +227,8 @@ pub(super) fn normed() -> Vec<Case> {
 }
 
 /// Computes the plain form of attention in a packed row: attention of each segment, with keys and values repeated for
-/// the query heads that share them. `x` is q, k and v.
+/// the query heads that share them. `x` is q (tokens, heads, width), k and v (tokens, key heads, width). Segment i has
+/// the tokens from bound i up to bound i + 1. A query sees at most `window` keys: its own and those before it.
 pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
     let &[rows, heads, width] = x[0].dims() else { unreachable!("cases have three dimensions") };
     let key_heads = x[1].dims()[1];
@@ -224,8 +237,8 @@ pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Res
         let len = segment[1] - segment[0];
         let part = |x: &Tensor| x.narrow(0, segment[0], len)?.transpose(0, 1);
         let repeated = |x: &Tensor| {
-            let groups = (key_heads, heads / key_heads, len, width);
-            part(x)?.unsqueeze(1)?.broadcast_as(groups)?.reshape((heads, len, width))
+            let repeated_dims = (key_heads, heads / key_heads, len, width);
+            part(x)?.unsqueeze(1)?.broadcast_as(repeated_dims)?.reshape((heads, len, width))
         };
         let seen = (0..len).flat_map(|q| (0..len).map(move |k| u8::from(k <= q && k + window > q))).collect();
         let seen = Tensor::from_vec(seen, (len, len), x[0].device())?;
@@ -240,11 +253,13 @@ pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Res
 }
 
 pub(super) fn varlen() -> Vec<Case> {
+    // The arguments are those of `plain_varlen`; `rows` is the number of tokens.
     let case = |label, rows: usize, [heads, key_heads]: [usize; 2], bounds: &'static [usize], window: Option<usize>| {
         let run = move |x: &[Tensor]| {
             let numbers = bounds.iter().map(|&bound| bound as i64).collect();
             let bounds = Tensor::from_vec(numbers, bounds.len(), x[0].device())?;
-            varlen_attention(&x[0], &x[1], &x[2], &bounds, window, None)
+            let default_scale = None;
+            varlen_attention(&x[0], &x[1], &x[2], &bounds, window, default_scale)
         };
         Case::new(label, &[&[rows, heads, 4], &[rows, key_heads, 4], &[rows, key_heads, 4]], run)
             .plain(move |x| plain_varlen(x, bounds, window.unwrap_or(rows)))

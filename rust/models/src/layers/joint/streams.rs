@@ -1,4 +1,5 @@
-//! Runs all double-stream blocks, or all single-stream blocks, of a model one after another.
+//! Runs all double-stream blocks, or all single-stream blocks, of a model one after another. A double-stream block has
+//! separate weights for image tokens and text tokens; a single-stream block has one set of weights for both.
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::Blocks;
@@ -49,6 +50,7 @@ pub fn run_double(
 ) -> Result<[Tensor; 2]> {
     let has_angles = attention_inputs.angles.is_some();
     for i in 0..blocks.len() {
+        // `aside` computes the modulations outside of the block's checkpoint.
         let modulations = blocks.aside(i, |block| modulation(i, block))?;
         let inputs: Vec<&Tensor> =
             [&image, &text].into_iter().chain(&modulations).chain(attention_inputs.tensors()).collect();

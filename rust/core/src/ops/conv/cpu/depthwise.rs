@@ -1,5 +1,9 @@
-//! Depthwise convolutions: each channel is convolved separately. The lanes of a SIMD vector are adjacent channels.
-//! [`stencil`](super::stencil) explains what source, target and phase are.
+//! Depthwise convolutions on the CPU: each channel is convolved separately. The lanes of a SIMD vector are adjacent
+//! channels.
+//!
+//! As in [`stencil`](super::stencil), a kernel tap is an element of the kernel's height x width. The source is what the
+//! sums over the taps read, the target what they are written to: image and result in the forward pass, gradient of the
+//! result and gradient of the image in the backward pass. A phase is a set of target positions that use the same taps.
 
 use super::super::geometry::Geometry;
 use super::patch::Axis;
@@ -11,8 +15,8 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The source position that target position `target`, counted in its phase, reads at the kernel tap with `offset`.
-/// `None` if the tap reads the padding there.
+/// The line or column (by `axis`) of the source that target line or column `target`, counted in its phase, reads at the
+/// kernel tap with `offset`. `None` if the tap reads the padding there.
 fn source_position(axis: &Axis, target: usize, offset: isize) -> Option<usize> {
     usize::try_from((target * axis.step) as isize + offset).ok().filter(|&position| position < axis.source)
 }
@@ -46,6 +50,7 @@ pub(super) fn run<T: Elem>(
             let target = unsafe { shared.slice(target_line * line_len..(target_line + 1) * line_len) };
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
+                // `places` has the kernel taps of the phase: here their lines i, below their columns j.
                 for &(i, offset) in &lines.places {
                     let Some(source_line) = source_position(lines, line, offset) else { continue };
                     for &(j, offset) in &columns.places {
@@ -83,7 +88,8 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let mut result = vec![T::Acc::ZERO; channels * taps];
     let shared = SharedMut::new(&mut result);
     par_ranges(channels, CHANNELS, |range| {
-        // The sums are (kernel taps, channels), so that the lanes of a vector are adjacent channels.
+        // The sums of the channels in `range`, as (kernel taps, channels), so that the lanes of a vector are adjacent
+        // channels.
         let mut sums = vec![T::Acc::ZERO; taps * range.len()];
         for (index, g) in grad.chunks_exact(channels).enumerate() {
             let (image, line, column) =

@@ -1,4 +1,6 @@
-//! The CPU form.
+//! The CPU form of cross-entropy. For a row x of logits and its class c, the loss is
+//! log Σ exp(x) - (1 - smoothing) x[c] - smoothing / classes · Σ x. In other words: each class gets the part
+//! smoothing / classes of the target, and class c the rest.
 
 use super::super::super::rows;
 use super::{CROSS_ENTROPY, OP, Reduction};
@@ -31,7 +33,7 @@ pub(in crate::ops::loss) fn read_targets(
             ));
         }
     };
-    let class = |(at, id): (usize, i64)| {
+    let class = |(index, id): (usize, i64)| {
         if id == ignore_index {
             return Ok(None);
         }
@@ -39,7 +41,7 @@ pub(in crate::ops::loss) fn read_targets(
             Error::index(
                 op,
                 format!(
-                    "target {id} at position {at} is out of range: expected 0 <= target < {classes} or ignore_index \
+                    "target {id} at position {index} is out of range: expected 0 <= target < {classes} or ignore_index \
                      {ignore_index}"
                 ),
             )
@@ -73,7 +75,8 @@ fn offsets(logits: &Raw) -> Result<Vec<usize>> {
         return Ok(vec![0; logits.dims()[..last].iter().product()]);
     }
     let start = logits.layout().start_offset();
-    Ok(logits.narrow(last, 0, 1)?.strided_index().map(|at| at - start).collect())
+    // The indices of the first elements of the rows, counted in the whole storage.
+    Ok(logits.narrow(last, 0, 1)?.strided_index().map(|index| index - start).collect())
 }
 
 /// The logits themselves if each row is contiguous, else a contiguous copy.
@@ -183,6 +186,7 @@ fn write_gradient<T: Elem>(grad: &mut [T], x: &[T], class: usize, lse: T::Acc, s
             }
         },
     );
+    // The class of the target has the rest of the target, 1 - smoothing, in addition.
     let at_target = (x[class].to_acc() - lse).exp() - share - T::Acc::from_f64(1.0 - smoothing);
     grad[class] = T::from_acc(scale * at_target);
 }
@@ -197,6 +201,7 @@ struct CrossEntropyBackward {
 
 impl Backward for CrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        // The gradient of the result: of the losses of all rows, or of their sum or mean.
         let grad = to_f64_vec(context.grad())?;
         let scales = match self.reduction {
             Reduction::None => grad,

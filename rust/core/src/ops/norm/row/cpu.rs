@@ -1,4 +1,5 @@
-//! The CPU form.
+//! The CPU form of norms of rows: layer norm, RMS norm and modulated layer norm. Rows belong to samples: the rows of a
+//! sample share a scale and a shift.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -8,9 +9,9 @@ use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch};
 use crate::ops::rows;
 
-/// Returns the norm of the rows of `x`; and, for each row, the mean and 1/√(var + eps). Without `CENTER`, the mean is
-/// not subtracted, and its vector is empty. `weight` has the factors of the normalised values, `bias` the shifts, both
-/// (samples, len).
+/// Returns the norm of the rows of `x`; and, for each row, the mean and 1/√(var + eps). This is layer norm with
+/// `CENTER`, RMS norm without: the mean then counts as 0 in the result and in var, and the vector of means is empty.
+/// `weight` has the factors of the normalised values, `bias` the shifts, both (samples, len).
 pub(super) fn forward<T: Elem, const CENTER: bool>(
     size: Size,
     x: &[T],
@@ -18,6 +19,7 @@ pub(super) fn forward<T: Elem, const CENTER: bool>(
     bias: &[T::Acc],
     eps: T::Acc,
 ) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+    // `len` is the number of elements of a row.
     let (rows, len) = (size.rows(), size.len);
     let mut statistics = [vec![T::Acc::ZERO; if CENTER { rows } else { 0 }], vec![T::Acc::ZERO; rows]];
     let [means, rstds] = statistics.each_mut().map(|values| SharedMut::new(values));
@@ -79,7 +81,7 @@ impl<T: Elem> BackwardPass<'_, T> {
     /// not wanted is empty.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let Size { samples, sample_rows, len } = self.size;
-        // The rows of a block belong to one sample; `blocks` is the number of blocks of a sample.
+        // Threads compute blocks of rows. The rows of a block belong to one sample, which has `blocks` blocks.
         let block_rows = rows::rows_per_block(len).max(if wants_affine { MIN_BLOCK_ROWS } else { 1 });
         let blocks = if samples * len == 0 { 0 } else { sample_rows.div_ceil(block_rows) };
         let sums_len = if wants_affine { 2 * len } else { 0 };
@@ -88,7 +90,7 @@ impl<T: Elem> BackwardPass<'_, T> {
         let mut grad_x = Vec::with_capacity(total);
         let partials = SharedMut::new(&mut partial);
         let results = SharedMut::new(&mut grad_x.spare_capacity_mut()[..total]);
-        // If each sample is one block, a thread takes several blocks at a time.
+        // The number of blocks that a thread takes at a time: several if a sample is a single, possibly small block.
         let grain = if blocks > 1 { 1 } else { rows::rows_per_block(sample_rows * len) };
         par_ranges(samples * blocks, grain, |range| {
             for index in range {
