@@ -1,4 +1,4 @@
-"""Time a whole job on a full-size language model, here and in transformers and peft.
+"""Time the commands of a whole job on a full-size language model, and transformers and peft.
 
 python benches/gpu_text_job.py [--model qwen2] [--folder DIR] [--only cold,chat,...] [--no-torch]
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS, ROWS, LENGTH = 100, 4, 2048
+"""Training steps, packed rows in a batch, and tokens in a row."""
 ANSWER_TOKENS = 128
 """The most tokens of an answer."""
 PROMPT: Final = "What is a LoRA?"
@@ -45,7 +46,7 @@ EARLY_STOP: Final = (
 
 
 def train(work: Path, name: str, steps: int, *more: str) -> None:
-    """Train with the settings that all trainings share, and with `more` flags."""
+    """Train to the folder `name`, with the settings of all trainings and with `more` flags."""
     outcome = command(
         "train", "--model", "causal-lm", "--weights", str(work / "weights"),
         "--dataset", str(work / "chats.jsonl"), "--output", str(work / name),
@@ -82,7 +83,7 @@ def export(work: Path, reader: str) -> None:
 
 
 def preview(work: Path) -> None:
-    """Run the preview of three examples, and print only its last line."""
+    """Preview three examples of the data, and print only the last line of the preview."""
     data = ["--weights", str(work / "weights"), "--dataset", str(work / "chats.jsonl")]
     outcome = command("preview-data", *data, "--examples", "3")
     outcome.lines = outcome.lines[-1:]
@@ -108,7 +109,7 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
     work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_text_job_"))
-    parts: dict[str, Callable[[], None]] = {
+    runs: dict[str, Callable[[], None]] = {
         "preview": lambda: preview(work),
         "cold": lambda: train(work, "cold", STEPS),
         "resume": lambda: train(work, "cold", STEPS + 20, "--resume", "latest"),
@@ -126,7 +127,7 @@ def main() -> None:
         "merged": lambda: export(work, "merged"),
         "verify": lambda: verify(work),
     }  # fmt: skip
-    wanted = [name for name in given.only.split(",") if name] or list(parts)
+    wanted = [name for name in given.only.split(",") if name] or list(runs)
     try:
         if not (work / "weights").exists():
             started = time.perf_counter()
@@ -134,7 +135,7 @@ def main() -> None:
             full_text.write_chats(work / "chats.jsonl")
             print(f"made the model and the conversations: {time.perf_counter() - started:.1f} s")
         for name in wanted:
-            parts[name]()
+            runs[name]()
         if not given.no_torch and timing.find_torch() is not None:
             peer = str(Path(__file__).with_name("text_job_peer.py"))
             subprocess.run([sys.executable, peer, str(work)], check=False)

@@ -1,4 +1,6 @@
-"""Time operations on tensors of one element, which record gradients: the overhead of a call.
+"""Time calls of operations on one element, here and in torch: the overhead of a call.
+
+One operand needs a gradient, so each call also records its operation for the backward pass.
 
 python benches/op_overhead.py
 """
@@ -21,12 +23,13 @@ def main() -> None:
         "add": (lambda: ours + our_constant, lambda: theirs + their_constant),
         "mul": (lambda: ours * our_constant, lambda: theirs * their_constant),
         "mul by a number": (lambda: ours * 2.0, lambda: theirs * 2.0),
-        # Without torch, the second call of each pair is not used.
+        # The second call of each pair is torch's. It is not used if torch is not installed.
         "exp": (ours.exp, theirs.exp if torch else ours.exp),
         "reshape": (lambda: ours.reshape(1, 1), lambda: theirs.reshape(1, 1)),
     }
     for name, (our_call, their_call) in cases.items():
         sides = {"ours": our_call} | ({"torch": their_call} if torch else {})
+        # A round has 20,000 calls, because one call is too short to time.
         seconds = timing.race(sides, options.rounds, inner=20_000)
         timing.report(name, seconds, unit=1e-6, symbol="us")
 

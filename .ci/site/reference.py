@@ -1,4 +1,4 @@
-"""The reference of every public name, as pages that mkdocstrings fills from the docstrings."""
+"""Makes the reference of every public name: pages that mkdocstrings fills from the docstrings."""
 
 import ast
 from pathlib import Path
@@ -56,9 +56,10 @@ def page(module: str) -> str:
             f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
         )
     for name in names(module):
-        inside = f"{module}.{name}".lstrip(".")
-        if inside in MODULES:
-            parts.append(f"### {name}\n\nA module: [{full}.{name}]({inside}.md).\n")
+        member = f"{module}.{name}".lstrip(".")
+        if member in MODULES:
+            # A public module inside this module has a page of its own.
+            parts.append(f"### {name}\n\nA module: [{full}.{name}]({member}.md).\n")
         else:
             parts.append(f"::: {full}.{name}\n")
     return "\n".join(parts)

@@ -1,4 +1,7 @@
-"""Makes `copy` and `pickle` reject objects whose state is in the extension."""
+"""Makes `copy` and `pickle` reject objects whose state is in the extension.
+
+Optimizers are rejected, too: `optim/kinds.py` calls `reject` for each of their classes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _CURES: Final = {
     _core.GradScaler: _LOAD_STATE,
     **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
 }
-"""For each class whose objects are rejected, what the error says to do instead."""
+"""For each other class whose objects are rejected, what the error says to do instead."""
 
 
 def reject(kind: type, cure: str = _LOAD_STATE) -> None:
@@ -29,6 +32,7 @@ def reject(kind: type, cure: str = _LOAD_STATE) -> None:
     def reduce(_: Any) -> NoReturn:
         raise TypeError(f"{kind.__name__} cannot be copied or pickled: {cure}")
 
+    # `copy` and `pickle` both call the function that is registered here.
     copyreg.pickle(kind, reduce)
 
 

@@ -1,4 +1,9 @@
-"""Only requested values are copied from a GPU, each once, through pinned memory."""
+"""Only requested values are copied from a GPU, each once, through pinned memory.
+
+`cuda.run` (conftest.py) runs code on a simulated GPU, which copies but computes nothing. It returns
+a log of the GPU's calls; `run.after(name)` are those between `mark(name)` in the code and the next
+mark, and calls of the kind "refused" are those that a real GPU would not accept.
+"""
 
 import math
 import struct
@@ -53,13 +58,16 @@ def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     mark("end")
     """)
     assert run.of("refused") == []
-    # A row has 4096 bytes.
-    sizes = {"rows": 2 * 4096, "scalar": 4, "cpu": 24 * 4096, "list": 4096, "columns": 8192}
+    # A row has 1024 values of 4 bytes. "columns" are two values of each of the 1024 rows.
+    row = 4096
+    sizes = {"rows": 2 * row, "scalar": 4, "cpu": 24 * row, "list": row, "columns": 1024 * 2 * 4}
     assert {name: copied_bytes(run.after(name)) for name in sizes} == sizes
     assert copied_bytes(run.after("nothing")) == 0
     assert all(len(run.after(name).of("synchronize")) == 1 for name in sizes)
 
 
+# The ring has four buffers of 8 MiB. The tensors fill one buffer, parts of two, all and part of a
+# fifth, and the ring more than twice. They have 3 bytes less, so that the last part is not aligned.
 @pytest.mark.parametrize("mib", [8, 9, 33, 75])
 def test_large_tensors_pass_through_the_ring_of_pinned_buffers_unchanged(
     cuda: Any, mib: int
@@ -81,6 +89,7 @@ SAVE = """
     from pathlib import Path
     from trainable_candle.train import state
 
+    # The test replaces FOLDER, BASE, ADAPTER and DTYPE.
     folder = Path(FOLDER)
     model = tc.models.DigitsTransformer.from_pretrained(BASE, device="cuda")
     adapter = model.add_adapter(tc.LoraConfig(r=16, ADAPTER))
@@ -129,6 +138,8 @@ def test_a_save_copies_each_value_once(
     assert parameter_bytes == sum(file.values()) * widening
     norm_file_bytes = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
     norm_bytes = norm_file_bytes * widening
+    # Kinds other than DoRA have no norms, so `norm_bytes` is 0. For DoRA, files in ComfyUI's form
+    # need the norms, files in peft's form do not.
     assert copied_bytes(run.after("adapter")) - parameter_bytes in {0, norm_bytes}
     average_bytes = sum(size for n, size in written("average").items() if n != "updates")
     assert copied_bytes(run.after("average")) == average_bytes

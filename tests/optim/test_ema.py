@@ -31,6 +31,7 @@ def test_averages_replace_the_parameters_only_within_a_context(
     adapter: tc.AdapterSet, tmp_path: Path
 ) -> None:
     start = values(adapter)
+    # The averages start from the parameters at this point.
     ema = tc.optim.EMA(adapter, decay=0.75, warmup=False)
     perturb(adapter)
     trained = values(adapter)
@@ -40,12 +41,12 @@ def test_averages_replace_the_parameters_only_within_a_context(
         assert ema.is_swapped_in
         for found, average in zip(values(adapter), expected, strict=True):
             np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
-        # The file has the averages.
         adapter.save(tmp_path / "average.safetensors")
         with pytest.raises(ArgumentError, match="swap_out"):
             ema.update()
     for found, value in zip(values(adapter), trained, strict=True):
         np.testing.assert_array_equal(found, value)
+    # The file, which was written within the context, has the averages.
     adapter.load(tmp_path / "average.safetensors")
     for found, average in zip(values(adapter), expected, strict=True):
         np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
@@ -69,7 +70,7 @@ def test_a_saved_state_loads_bit_for_bit(adapter: tc.AdapterSet, tmp_path: Path)
     tc.save_file(ema.state_dict(), tmp_path / "ema.safetensors")
     other = tc.optim.EMA(adapter)
     other.load_state_dict(tc.load_file(tmp_path / "ema.safetensors"))
-    # During the warm-up, the decay after n updates is (1 + n) / (10 + n).
+    # During the warm-up, the decay after n updates, here 3, is (1 + n) / (10 + n).
     assert (other.updates, other.decay) == (3, pytest.approx(4 / 13))
     perturb(adapter)
     for each in (ema, other):

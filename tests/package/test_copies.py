@@ -11,6 +11,7 @@ import trainable_candle as tc
 def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
     model = tc.models.DigitsTransformer()
     adapter = model.add_adapter(tc.LoraConfig(r=1, target_modules="all-linear"))
+    # Each object with the advice in its error, a regular expression.
     cases = [
         (tc.optim.AdamW(adapter.parameters()), r"load its state_dict\(\) into a new one"),
         (tc.optim.EMA(adapter), r"load its state_dict\(\) into a new one"),
@@ -24,6 +25,6 @@ def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=expected):
                 duplicate(value)
-        # The advice works.
+        # The advice to load a state dict works.
         if "state_dict" in advice:
             value.load_state_dict(value.state_dict())

@@ -13,6 +13,7 @@ import trainable_candle as tc
 
 VALUES = [-7.5, -3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0]
 DIVISORS = [-2.0, -0.7, -0.1, 0.1, 0.3, 1.0, 3.0]
+# The names of our dtypes in torch.
 TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i64": "int64",
          "u8": "uint8"}  # fmt: skip
 
@@ -54,6 +55,7 @@ def test_results_equal_those_of_torch(
 
     a, b = operands(dividend_dtype, divisor_dtype)
     compare(a, b)
+    # A number as the divisor, and as the dividend.
     for number in (3, -2.5):
         compare(a, number)
         compare(number, b)
@@ -73,6 +75,7 @@ def test_numbers_and_arrays_divide_and_are_divided() -> None:
 
 def test_remainders_have_torchs_gradients() -> None:
     x, y = tc.Var(tc.tensor([5.5, -5.5])), tc.Var(tc.tensor([2.0, 2.0]))
+    # Floor division is constant between its jumps, so it has no gradient.
     assert ((x // y) * 2).requires_grad is False
     remainders = x % y
     assert remainders.tolist() == [1.5, 0.5]
@@ -80,7 +83,8 @@ def test_remainders_have_torchs_gradients() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
     assert y.grad is not None
-    assert y.grad.tolist() == [-2.0, 3.0]  # -(x // y)
+    # The remainder is x - (x // y) * y, so its gradient for y is -(x // y).
+    assert y.grad.tolist() == [-2.0, 3.0]
 
 
 X = tc.tensor([1, 2])
@@ -114,4 +118,5 @@ def test_the_remainder_by_infinity_is_the_dividend() -> None:
     assert remainders.tolist() == [3.0, 0.5]
     remainders.sum().backward()
     assert dividend.grad.tolist() == [1.0, 1.0]
+    # As above, the gradient of a divisor is minus the quotient.
     assert divisor.grad.tolist() == [0.0, -1.0]

@@ -52,6 +52,8 @@ def load_dataset(
     too_small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
+        # What to do about a folder without images, which may have folders of images inside. Folders
+        # with kohya's names set `repeats`, so they are no advice for a source that has `repeats`.
         hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
         if source.recursive:
             hint = ""
@@ -61,7 +63,7 @@ def load_dataset(
         folders.append(folder)
         weight = source.loss_weight * (options.prior_loss_weight if source.regularization else 1)
         trigger = _trigger(source, captions)
-        items = []
+        items = []  # those of this folder that are not too small
         for picture in folder.pictures:
             fit = buckets.fit(picture.width, picture.height)
             if fit is None:
@@ -83,6 +85,7 @@ def load_dataset(
 
 
 def _trigger(source: Source, captions: CaptionOptions) -> str:
+    """Return the trigger of a source's captions: its own, or the run's for images to learn."""
     if source.trigger is not None:
         return source.trigger
     return "" if source.regularization else captions.trigger
@@ -112,8 +115,8 @@ def _balance(by_folder: list[list[Item]], sources: Sequence[Source]) -> None:
         for items, source in zip(by_folder, sources, strict=True)
         if source.regularization and source.repeats is None
     )
-    for place, source in enumerate(sources):
+    for index, source in enumerate(sources):
         repeats = source.repeats or 1.0
         if source.regularization and source.repeats is None and to_repeat:
             repeats = to_learn / to_repeat
-        by_folder[place] = [replace(item, repeats=repeats) for item in by_folder[place]]
+        by_folder[index] = [replace(item, repeats=repeats) for item in by_folder[index]]

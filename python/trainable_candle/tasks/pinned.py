@@ -1,4 +1,4 @@
-"""Pinned host memory: how much of it the system gives, and what copies cost without it."""
+"""Pinned host memory, from which a GPU copies: how much the system gives, and copies without it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def pinned_limit() -> float:
 def probed(budget: Budget, plan: Plan, group: Group, report: Callable[[str], None]) -> Budget:
     """Return `budget`, limited to the memory that the system pins if that is less than needed.
 
-    Each process pins the memory that the plan needs, but at most `TRIED` bytes, and frees it again.
-    Call this before anything is loaded. If the system pins that much in every process, the result
-    is `budget` as it is. All processes of the run must call this function with the same plan.
+    Each process pins the memory that the plan needs, but at most `TRIED` bytes and no more than the
+    budget allows, and frees it again. Call this before anything is loaded. If the system pins that
+    much in every process, the result is `budget` as it is. All processes of the run must call this
+    function with the same plan.
 
     Args:
         budget: the budget of the plan.
@@ -63,8 +64,9 @@ def probed(budget: Budget, plan: Plan, group: Group, report: Callable[[str], Non
     if not plan.config.on_gpu or wanted < PROBED:
         return budget
     tried = int(min(wanted, TRIED))
-    mine = _core.cuda_pinnable_bytes(plan.config.device, tried)
-    found = min(json.loads(message) for message in group.exchange(json.dumps(mine).encode()))
+    pinned_here = _core.cuda_pinnable_bytes(plan.config.device, tried)
+    pinned_by_rank = group.exchange(json.dumps(pinned_here).encode())
+    found = min(json.loads(message) for message in pinned_by_rank)
     if found >= tried:
         return budget
     report(
@@ -109,9 +111,10 @@ def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool
 
 
 def with_ring(rates: Rates, share: float) -> Rates:
-    """Return the rates if a share of streamed weights goes through the ring of pinned memory.
+    """Return the rates if `share` of the streamed weights goes through the ring of pinned memory.
 
-    The host copies into the ring while the GPU copies from it, so the slower copy limits both.
+    Other streamed weights are copied at the rate of the link between host and GPU. The host copies
+    into the ring while the GPU copies from it, so the slower copy limits both.
     """
     if share == 0:
         return rates

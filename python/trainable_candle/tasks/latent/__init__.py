@@ -1,7 +1,8 @@
-"""Models that generate images from noise: everything that their families share.
+"""Models that generate an image's latents from noise: everything that their families share.
 
-`LatentModel` is the interface of a model, and `LatentFamily` adds what `--model` needs.
-`LatentTask` trains any such model and draws images with it.
+`LatentModel` is the interface of a model. `LatentFamily` adds what a family needs to be a value of
+`--model`, such as default settings. `LatentTask` trains any such model and draws images with it, as
+`SampleOptions` say.
 """
 
 from trainable_candle.tasks.latent.drawing import SampleOptions
