@@ -1,6 +1,6 @@
 //! The CPU form of cross-entropy. For a row x of logits and its class c, the loss is
-//! log Σ exp(x) - (1 - smoothing) x[c] - smoothing / classes · Σ x. In other words: each class gets the part
-//! smoothing / classes of the target, and class c the rest.
+//! `log Σ exp(x) - (1 - smoothing) x[c] - smoothing / classes · Σ x`. In other words: each class gets the part
+//! `smoothing / classes` of the target, and class c the rest in addition.
 
 use super::super::super::rows;
 use super::{CROSS_ENTROPY, OP, Reduction};
