@@ -16,15 +16,18 @@ from trainable_candle.families.causal_lm import BUILT_IN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# The sizes of the built-in model: HEADS query heads of width HEAD, feed-forward networks of width
+# INNER.
 WIDTH, LAYERS, HEADS, HEAD, INNER, VOCABULARY = 96, 3, 3, 32, 128, 260
+# LENGTH is the number of tokens of a sequence.
 SEQUENCES, LENGTH, RANK = 8, 128, 16
 LINEAR_LAYERS = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH), "self_attn.k_proj": (HEAD, WIDTH),
     "self_attn.v_proj": (HEAD, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * HEAD),
     "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
 }  # fmt: skip
-"""The linear layers of a block, which all get a LoRA, and the shapes of their weights. There is one
-head of keys and one of values."""
+"""The linear layers of a block, which all get a LoRA, and the shapes (out, in) of their weights.
+There is one head of keys and one of values."""
 
 
 def our_step(ids: np.ndarray) -> Callable[[], object]:
@@ -34,9 +37,10 @@ def our_step(ids: np.ndarray) -> Callable[[], object]:
     adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-4, weight_decay=0.0)
     inputs = tc.tensor(ids)
+    targets = inputs  # `loss` compares the scores after each token with the next token
 
     def step() -> object:
-        loss = model.loss(inputs, inputs)
+        loss = model.loss(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,9 +82,9 @@ class TorchLlama:
         return self.torch.nn.functional.rms_norm(x, (WIDTH,), self.norm_weight, 1e-5)
 
     def heads(self, layer: int, name: str, x: Any, *, rotated: bool) -> Any:
-        """Return a projection of `x`, (sequences, heads, tokens, HEAD).
+        """Return the queries, keys or values of `x`, (sequences, heads, tokens, HEAD).
 
-        If `rotated`, it has rotary embeddings of the positions.
+        If `rotated`, apply the rotary embeddings of the positions.
         """
         x = self.linear(layer, name, x).unflatten(2, (-1, HEAD)).transpose(1, 2)
         if not rotated:
@@ -89,7 +93,7 @@ class TorchLlama:
         return x * self.cos + self.torch.cat([-second, first], dim=3) * self.sin
 
     def loss(self, ids: Any) -> Any:
-        """Return the mean cross-entropy of the next tokens."""
+        """Return the mean cross-entropy of the next tokens; `ids` are (sequences, tokens)."""
         functional = self.torch.nn.functional
         h = functional.embedding(ids, self.embedding)
         for i in range(LAYERS):
@@ -97,8 +101,10 @@ class TorchLlama:
             q = self.heads(i, "self_attn.q_proj", normed, rotated=True)
             k = self.heads(i, "self_attn.k_proj", normed, rotated=True)
             v = self.heads(i, "self_attn.v_proj", normed, rotated=False)
-            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            h = h + self.linear(i, "self_attn.o_proj", a.transpose(1, 2).flatten(2))
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+            h = h + self.linear(i, "self_attn.o_proj", attended.transpose(1, 2).flatten(2))
             normed = self.norm(h)
             gate = functional.silu(self.linear(i, "mlp.gate_proj", normed))
             h = h + self.linear(i, "mlp.down_proj", gate * self.linear(i, "mlp.up_proj", normed))

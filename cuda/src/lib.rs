@@ -7,6 +7,7 @@
 
 pub mod allocator;
 pub mod architectures;
+// Modules of the build script: as modules of the crate, they are tested like the rest of it.
 #[cfg(test)]
 #[path = "../build/bindings.rs"]
 mod bindings;

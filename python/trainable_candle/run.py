@@ -184,9 +184,9 @@ def _train_in(
             run_state.restore(output)
     group.barrier()
     start, step, config = _resumed(config, output)
-    # A resumed run keeps the batch size that an earlier plan chose.
+    # Repeat this: `_resumed` may have set the batch size that an earlier plan chose.
     config = _accumulating(config, group.size)
-    before: list[Callback] = _logs(config, output) if is_first else []
+    first_callbacks: list[Callback] = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
@@ -194,31 +194,30 @@ def _train_in(
         _require_same_files(group, weights, data)
     report(str(placement))
     estimate = partial(task.estimate, data=data, limit=budget.memory)
-    planned = partial(
-        make_plan,
-        config,
-        family.groups,
-        estimate=estimate,
-        samples=max(1, task.samples(data) // group.size),
-    )
+    # The samples of an epoch that this process trains on.
+    samples = max(1, task.samples(data) // group.size)
+    planned = partial(make_plan, config, family.groups, estimate=estimate, samples=samples)
     plan = planned(budget)
+    # If the plan needs pinned memory, find out how much the system really gives.
     probed_budget = probed(budget, plan, group, report)
     if probed_budget != budget:
         budget, plan = probed_budget, planned(probed_budget)
     report_plan(plan, budget, report)
     counter = StepCounter()
-    before.append(counter)
+    first_callbacks.append(counter)
     with ExitStack() as stack:
         if is_first:
             stack.enter_context(_held_output(output, step))
         if progress:
             bar = ProgressBar(unit=task.counts)
-            before, report = [*before, bar], bar.beside(report)
-        # `before` are the callbacks that precede the run's own; `callbacks` follow them.
-        run = partial(_train, group, family, weights, start, data, (before, callbacks), report)
+            first_callbacks, report = [*first_callbacks, bar], bar.beside(report)
+        # The run's own callbacks (previews, checkpoints) come between these two lists.
+        both = (first_callbacks, callbacks)
+        run = partial(_train, group, family, weights, start, data, both, report)
 
         def may_repeat() -> bool:
-            # A checkpoint of the first attempt would look newer than those of the second.
+            # Only one process alone can repeat a run. A checkpoint of the first attempt would look
+            # newer than those of the second.
             saved = run_state.checkpoints(output)
             return group.size == 1 and all(run_state.step_of(path) <= step for path in saved)
 
@@ -399,8 +398,8 @@ def _agreed(config: TrainConfig) -> dict[str, str]:
     `_require_same_files` compares the files.
     """
     paths = {name for name, (_, setting) in known_settings().items() if setting.path}
-    own = (paths - {"resume"}) | {"device", "threads"}
-    return {name: str(value) for name, value in asdict(config).items() if name not in own}
+    may_differ = (paths - {"resume"}) | {"device", "threads"}
+    return {name: str(value) for name, value in asdict(config).items() if name not in may_differ}
 
 
 def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:

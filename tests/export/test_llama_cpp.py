@@ -23,6 +23,7 @@ from trainable_candle.models import CausalLM
 llama = pytest.importorskip("llama_cpp")
 
 TOKENIZER = Path(__file__).parents[1] / "golden" / "chats" / "tokenizer.json"
+# Any tokens that every vocabulary has.
 IDS = [3, 5, 7, 11, 13, 17, 2, 9]
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COMMON = {
@@ -69,7 +70,10 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(weights: Path, tmp_path: Path) -> tuple[Path, npt.NDArray[np.float32]]:
-    """Write an adapter for every linear layer of the blocks; return the file and the logits."""
+    """Write an adapter for every linear layer of the blocks.
+
+    Return the file, and the logits of the model with the adapter.
+    """
     model = CausalLM.from_pretrained(weights, dtype="f32")
     adapter_set = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
     tc.manual_seed(1)
@@ -126,10 +130,13 @@ def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.floa
             adapters = (llama.llama_adapter_lora_p_ctypes * 1)(lora)
             scales = (ctypes.c_float * 1)(1.0)
             assert llama.llama_set_adapters_lora(context, adapters, 1, scales) == 0
+        # The numbers of tokens, of values of an embedding (0: the batch has tokens), and of
+        # sequences that a token can belong to.
         batch = llama.llama_batch_init(len(IDS), 0, 1)
         batch.n_tokens = len(IDS)
         for position, token in enumerate(IDS):
             batch.token[position], batch.pos[position] = token, position
+            # One sequence, number 0; return the logits.
             batch.n_seq_id[position], batch.seq_id[position][0], batch.logits[position] = 1, 0, 1
         assert llama.llama_decode(context, batch) == 0
         size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
@@ -158,6 +165,7 @@ def test_a_merged_model_gives_the_same_logits(
     file = exported(weights, path, tmp_path / "merged", *flags) / "model.gguf"
     found = their_scores(file)
     assert largest_error(found, scores(CausalLM.from_pretrained(file, dtype="f32"))) < tolerance
+    # The other formats round the weights, so only f32 keeps the logits of the adapter.
     if number_format == "f32":
         assert largest_error(found, expected) < tolerance
 
@@ -190,5 +198,7 @@ def test_texts_have_the_same_tokens(
         vocabulary = llama.llama_model_get_vocab(model)
         for text in ("hello world", "A  quick\n\nfox: 1234 times!", "une été naïve", "x\ty  "):
             content, tokens = text.encode(), (llama.llama_token * 64)()
+            # At most 64 tokens; no tokens of start and end are added; names of special tokens in
+            # the text count as these tokens.
             count = llama.llama_tokenize(vocabulary, content, len(content), tokens, 64, False, True)
             assert list(tokens[:count]) == tokenizer.encode(text, add_special_tokens=False).ids

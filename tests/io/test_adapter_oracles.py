@@ -1,4 +1,7 @@
-"""Files that this library writes, as diffusers, peft and ComfyUI read them.
+"""Adapter files that this library writes, as diffusers, peft and ComfyUI read them.
+
+The model is a tiny SDXL. `conftest.py` has the fixtures: `unet`, `attach` (which adds an adapter of
+a kind and gives it random values) and `kind` (each kind in turn).
 
 The tests with diffusers or peft need torch, diffusers, peft, transformers and safetensors, and are
 skipped without them. The test with ComfyUI is skipped unless the environment variable COMFYUI names
@@ -40,8 +43,8 @@ def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Float
             given["encoder_hidden_states"],
             added_cond_kwargs={"text_embeds": given["text_embeds"], "time_ids": given["time_ids"]},
         ).sample.numpy()
-    base = tc.load_file(SDXL / "unet_forward.safetensors")["output"].numpy()
-    assert np.abs(expected - base).max() > 0.1
+    without_adapter = tc.load_file(SDXL / "unet_forward.safetensors")["output"].numpy()
+    assert np.abs(expected - without_adapter).max() > 0.1
     return unet(**inputs()).numpy(), expected
 
 
@@ -88,6 +91,7 @@ def test_verify_says_that_diffusers_leaves_out_the_magnitudes_of_kohya_files(
     path = tmp_path / "adapter.safetensors"
     attach(unet, "dora").save(path, format="kohya")
     report = tc.verify_adapter(path, weights=SDXL)
+    # `changed_by`: the tools that apply a module, but not as it was trained.
     assert all("diffusers" in module.changed_by for module in report.modules)
 
 
@@ -169,7 +173,8 @@ def test_peft_predicts_the_same(
 
 
 # What `comfyui_worker.py` must know about the tiny model. `clip` is the number of layers of a text
-# encoder. `model_channels` is 32, not 8, because ComfyUI's group normalizations have 32 groups.
+# encoder. `model_channels` is 32, although the UNet's `config.json` says 8, because ComfyUI's group
+# normalizations have 32 groups; `comfyui_worker.py` gives its layers the file's shapes.
 _COMFYUI = {
     "model": "SDXL",
     "unet": {"model_channels": 32, "num_head_channels": 8},
@@ -211,6 +216,7 @@ def test_comfyui_loads_what_verify_says(
     except tc.ArgumentError as error:
         pytest.skip(f"{format} cannot represent {kind}: {error}")
     report = tc.verify_adapter(path, weights=SDXL)
+    # `good` asks whether ComfyUI applies every module as it was trained.
     assert report.good == (format in {"kohya", "comfyui"})
     record_property("error", comfyui.check(path, report, _COMFYUI, checkpoint))
     record_property("ignored", sum("ComfyUI" in m.ignored_by for m in report.modules))

@@ -1,4 +1,7 @@
-"""LoRAs that start from the quantization error of the base."""
+"""LoftQ: LoRAs that start from the quantization error of the base.
+
+The factors B A are near W - Q, the difference between the exact and the quantized weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from trainable_candle.lora import loftq, start_from_rounding
 from trainable_candle.models import CausalLM
 from trainable_candle.settings import TrainConfig
 
+# A tiny Llama with random weights.
 LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 
 
@@ -20,7 +24,7 @@ def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
     """A matrix of normal values with a few columns of large values, as trained layers have."""
     random = np.random.default_rng(0)
     values = random.standard_normal((rows, columns)) * 0.02
-    values[:, :4] *= 8
+    values[:, :4] *= 8  # the columns of large values
     return values.astype(np.float32)
 
 
@@ -67,6 +71,7 @@ def test_the_product_and_the_quantized_weight_are_those_of_peft(iterations: int)
     exact = weight()
     quantized, factors = loftq(tc.tensor(exact), 24, iterations=iterations)
 
+    # What the quantized weight must represent: first all of W, then W without the product.
     rest, rank = torch.tensor(exact), 24
     for _ in range(iterations):
         rounded = torch.tensor(tc.quantize(tc.tensor(rest.numpy()), "nf4").dequantize().numpy())
@@ -82,7 +87,7 @@ def test_the_product_and_the_quantized_weight_are_those_of_peft(iterations: int)
 def test_start_from_rounding_brings_a_quantized_model_nearer_to_the_original() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
-    ids = tc.tensor(np.arange(12, dtype=np.int64).reshape(1, 12) + 3)
+    ids = tc.tensor(np.arange(3, 15, dtype=np.int64).reshape(1, 12))  # any tokens
     expected = original(ids).numpy()
     plain = np.linalg.norm(base(ids).numpy() - expected)
     config = tc.LoraConfig(r=16, lora_alpha=8.0, target_modules=["q_proj", "up_proj", "down_proj"])
@@ -95,14 +100,15 @@ def test_start_from_rounding_brings_a_quantized_model_nearer_to_the_original() -
 
 @pytest.mark.parametrize("model", ["causal-lm", "digits"])
 def test_a_run_with_loftq_starts_nearer_to_the_original_model(model: str) -> None:
-    kind = find(model)
-    weights, errors = kind.default_weights(), {}
+    family_class = find(model)
+    weights, errors = family_class.default_weights(), {}
     assert weights is not None
-    exact = kind(weights, "f32", "cpu", TrainConfig()).model.named_tensors()
+    exact = family_class(weights, "f32", "cpu", TrainConfig()).model.named_tensors()
     for init in ("default", "loftq"):
         config = TrainConfig(model=model, base_precision="nf4", init=init, rank=8)
-        family = kind(weights, "f32", "cpu", config)
+        family = family_class(weights, "f32", "cpu", config)
         adapted = family.task().attach()
+        # Q + B A, whose distance from W is the error that training starts with.
         family.model.merge_adapter()
         merged, adapter = family.model.named_tensors(), next(iter(adapted.sets.values()))
         layers = {name.partition(".lora_")[0] for name in adapter.named_parameters()}
@@ -111,6 +117,8 @@ def test_a_run_with_loftq_starts_nearer_to_the_original_model(model: str) -> Non
     assert 0 < errors["loftq"] < 0.9 * errors["default"]
 
 
+# Each row is added to `init: loftq`. The last two rows replace `init`, because `qat`, too, is
+# checked against the settings of the base and of the adapter.
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -146,6 +154,7 @@ def test_wrong_arguments_are_reported() -> None:
 def test_a_rank_above_the_smaller_side_of_a_weight_leaves_no_error() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
+    # The adapted weights have fewer than 100 rows or columns, so rank 100 is enough for any error.
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))
     start_from_rounding(adapter, base, original)
     base.merge_adapter()
@@ -161,14 +170,14 @@ def test_start_from_rounding_changes_every_layer_but_the_head() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
-    before = {name: var.numpy().copy() for name, var in adapter.named_parameters().items()}
+    initial = {name: var.numpy().copy() for name, var in adapter.named_parameters().items()}
     start_from_rounding(adapter, base, original)
     changed = {
         name.partition(".lora_")[0]
         for name, var in adapter.named_parameters().items()
-        if not np.array_equal(var.numpy(), before[name])
+        if not np.array_equal(var.numpy(), initial[name])
     }
-    assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
+    assert changed == {name.partition(".lora_")[0] for name in initial if "q_proj" in name}
 
 
 def test_a_base_without_quantization_errors_is_rejected() -> None:
@@ -180,8 +189,8 @@ def test_a_base_without_quantization_errors_is_rejected() -> None:
 
 
 def test_adapters_of_convolutions_start_as_usual() -> None:
-    kind = find("sdxl")
-    weights = kind.default_weights()
+    family_class = find("sdxl")
+    weights = family_class.default_weights()
     assert weights is not None
     config = TrainConfig(
         model="sdxl",
@@ -190,27 +199,30 @@ def test_adapters_of_convolutions_start_as_usual() -> None:
         rank=4,
         target_modules=["to_q", "conv1"],
     )
-    adapted = kind(weights, "f32", "cpu", config).task().attach()
+    adapted = family_class(weights, "f32", "cpu", config).task().attach()
     parameters = adapted.named_parameters()
     ups = {name: var.numpy() for name, var in parameters.items() if ".lora_B." in name}
-    # Usually, the up factors start as zeros.
+    # conv1 is a convolution, which is not quantized. Usually, the up factors start as zeros.
     assert {name for name, up in ups.items() if up.any()} == {n for n in ups if "to_q" in n}
     assert any("conv1" in name for name in ups)
 
 
 def test_a_resumed_run_neither_loads_nor_counts_the_original_model() -> None:
-    kind = find("causal-lm")
-    weights = kind.default_weights()
+    family_class = find("causal-lm")
+    weights = family_class.default_weights()
     assert weights is not None
     config = TrainConfig(model="causal-lm", base_precision="nf4", init="loftq", rank=2)
     config = config.with_(precision="f32")
-    family = kind(weights, "f32", "cpu", config)
+    family = family_class(weights, "f32", "cpu", config)
+    # Not fresh: the values will come from a checkpoint, so the up factors stay zeros.
     parameters = family.task().attach(fresh=False).named_parameters()
     assert not any(var.numpy().any() for name, var in parameters.items() if ".lora_B." in name)
-    items = family.estimate(config, 64).phases["starting the adapter"]
+    tokens = 64  # of a row
+    items = family.estimate(config, tokens).phases["starting the adapter"]
     assert {item.what for item in items} == {"weights", "adapter", "original weights"}
     resumed = config.with_(resume="latest")
-    assert "starting the adapter" not in family.estimate(resumed, 64).phases
+    assert "starting the adapter" not in family.estimate(resumed, tokens).phases
+    # Without streamed blocks, host memory holds nothing but the original weights.
     on_gpu = config.with_(device="cuda", precision="bf16", stream_blocks=0)
-    assert family.estimate(on_gpu, 64).host > 0
-    assert family.estimate(on_gpu.with_(resume="latest"), 64).host == 0
+    assert family.estimate(on_gpu, tokens).host > 0
+    assert family.estimate(on_gpu.with_(resume="latest"), tokens).host == 0

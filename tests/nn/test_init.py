@@ -9,6 +9,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.nn import init
 
+# The weight of a convolution: (output channels, input channels, kernel height, kernel width).
 SHAPE = (128, 64, 3, 3)
 FAN_IN, FAN_OUT = 64 * 9, 128 * 9
 
@@ -23,14 +24,16 @@ FAN_IN, FAN_OUT = 64 * 9, 128 * 9
             math.sqrt(2 / (FAN_IN + FAN_OUT)),
             math.sqrt(6 / (FAN_IN + FAN_OUT)),
         ),
-        (lambda v: init.xavier_normal_(v, 3), 3 * math.sqrt(2 / (FAN_IN + FAN_OUT)), None),
+        (lambda v: init.xavier_normal_(v, gain=3), 3 * math.sqrt(2 / (FAN_IN + FAN_OUT)), None),
+        # By default: fan_in, and the leaky ReLU of slope 0, whose gain is sqrt(2).
         (init.kaiming_uniform_, math.sqrt(2 / FAN_IN), math.sqrt(6 / FAN_IN)),
         (
             lambda v: init.kaiming_normal_(v, mode="fan_out", nonlinearity="relu"),
             math.sqrt(2 / FAN_OUT),
             None,
         ),
-        # 0.7737 is the variance of a normal variable that is truncated at two standard deviations.
+        # By default, the standard deviation is 1 before truncation at -2 and 2, and the variance
+        # 0.7737 after it.
         (init.trunc_normal_, math.sqrt(0.7737), 2.0),
     ],
     ids=[
@@ -50,6 +53,7 @@ def test_random_initial_values_have_their_moments(
     tc.manual_seed(0)
     assert fill(v) is v
     values = v.numpy()
+    # At most five standard errors of the mean.
     assert abs(values.mean()) < 5 * std / math.sqrt(values.size)
     assert values.std() == pytest.approx(std, rel=0.01)
     if bound is not None:
@@ -58,7 +62,7 @@ def test_random_initial_values_have_their_moments(
 
 def test_orthogonal_identity_and_constant_values_are_as_defined() -> None:
     v = tc.Var(tc.zeros(4, 6, dtype="f64"))
-    q = init.orthogonal_(v, 2.0).numpy()  # rows of length 2
+    q = init.orthogonal_(v, gain=2.0).numpy()  # four orthogonal rows of length 2
     np.testing.assert_allclose(q @ q.T, 4 * np.eye(4), atol=1e-6)
     assert init.eye_(v).numpy().tolist() == np.eye(4, 6).tolist()
     assert init.constant_(v, 3).dtype == "f64"

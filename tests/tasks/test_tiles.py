@@ -1,4 +1,7 @@
-"""The autoencoder encodes images of up to 1280 x 1280 pixels whole, and larger ones in tiles."""
+"""The autoencoder encodes an image whole or in tiles.
+
+It encodes an image whole if its area is at most 1280 * 1280 pixels, whatever the shape.
+"""
 
 import pytest
 

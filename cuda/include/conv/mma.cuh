@@ -1,9 +1,13 @@
-// Matrix instructions of compute capability 8.0 on tiles in shared memory (see copy.cuh).
+// Matrix products of 16-bit values for the convolution kernels, with the tensor-core instructions of compute capability 8.0. The
+// operands are tiles in shared memory, whose rows have STEP (64) values; copy.cuh says how. A product is a sum over many steps of
+// STEP summed values (values of the summed dimension) each. `tile_offset(row, column)` is the offset, in bytes, of a value in a
+// tile, and SQUARE_BYTES the size of a tile of 64 rows.
 #pragma once
 
 #include "copy.cuh"
 
-// Computes acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane has the columns 2 (lane % 4) and 2 (lane % 4) + 1 of acc:
+// Computes acc (16 rows, 8 columns) += a (16, 16) * b (16, 8), as one warp. A lane passes the values of a and b that `load_left`
+// and `load_right` give it. It has the columns 2 (lane % 4) and 2 (lane % 4) + 1 of acc:
 // acc[0] and acc[1] are in row lane / 4, acc[2] and acc[3] in row lane / 4 + 8.
 template <typename T>
 __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -39,7 +43,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
 
 // Whether the summed values of an operand run along the rows of its tile (each row belongs to a row of the left operand or a
 // column of the right operand), or across them (each row belongs to a summed value; there is a tile for each 64 rows of the left
-// operand or columns of the right operand).
+// operand or columns of the right operand, so an operand that is wider than 64 has several tiles, one after another).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
 // Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's summed values k to k + 15.
@@ -48,6 +52,7 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
     if constexpr (S == Summed::ALONG_ROWS) {
         load_fragments<false>(to, tile + tile_offset(first + lane % 16, k + lane / 16 * 8));
     } else {
+        // A row of the operand is a column of the tiles, which are transposed.
         const int column = first + lane / 8 % 2 * 8;
         load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES +
                                      tile_offset(k + lane % 8 + lane / 16 * 8, column % STEP));

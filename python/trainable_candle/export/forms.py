@@ -1,6 +1,8 @@
 """Finds out for which program an adapter of a language model was written, and what it contains.
 
 The names of its files tell the program: `export` writes, and the programs look for, these names.
+`CONFIG` and `WEIGHTS` are the names of peft's files: `adapter_config.json` and
+`adapter_model.safetensors`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MODELFILE: Final = "Modelfile"
 def form_of(path: Path) -> str | None:
     """Return the program whose form a file or folder has; None if it has no program's form.
 
-    The result is a key of `READERS`; "peft" also stands for vLLM, which reads peft's form.
+    The result is "peft", "mlx", "gguf" (llama.cpp) or "ollama", a key of `export.READERS`; "peft"
+    also stands for vLLM, which reads peft's form.
     """
     if path.is_file():
         if path.suffix == ".gguf":
@@ -48,7 +51,7 @@ def form_of(path: Path) -> str | None:
 
 
 def summary(path: Path, form: str) -> str:
-    """Describe an adapter: layers and ranks of mlx-lm's, the architecture of llama.cpp's.
+    """Describe an adapter: its layers and ranks in mlx-lm's form, its architecture in llama.cpp's.
 
     Args:
         path: the file or folder.
@@ -92,7 +95,7 @@ def require_fit(
         return
     for key, shape in _mlx_factors(path).items():
         layer, _, factor = key.rpartition(".")
-        outputs, inputs = layers.get(layer, (0, 0))[:2]
+        outputs, inputs = layers.get(layer, (0, 0))[:2]  # (0, 0) fits no factor
         size, required = (shape[1], outputs) if factor == "lora_b" else (shape[0], inputs)
         if size != required:
             raise WeightsFormatError(

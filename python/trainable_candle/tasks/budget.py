@@ -351,9 +351,10 @@ def _plan_batch(
 ) -> Plan:
     """Make the plan for a given batch size; see `make_plan`."""
     names = [name for name in _OF_BATCH if is_open(config, name) and group_of(name) in groups]
-    # On the CPU, host memory is the only memory. A policy that the user gives is for all blocks.
-    idle = {STATES: not config.on_gpu, first_blocks.COUNT: CHECKPOINTING not in names}
-    names = [name for name in names if not idle.get(name)]
+    # These leave no choice: on the CPU, host memory is the only memory; and a policy that the user
+    # gives is for all blocks.
+    fixed = {STATES: not config.on_gpu, first_blocks.COUNT: CHECKPOINTING not in names}
+    names = [name for name in names if not fixed.get(name)]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
         values = {name: choice.get(name, _PLENTY.get(name)) for name in names}
@@ -369,13 +370,15 @@ def _plan_batch(
     fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
     for texts in text_formats(work) if TEXTS in names else (SAME,):
-        lists = ladders(config, names, work)
-        with_texts = [[{**choice, TEXTS: texts} for choice in ladder] for ladder in lists]
+        # In each ladder, a list of choices, every choice streams more weights than the one before.
+        found_ladders = ladders(config, names, work)
+        with_texts = [[{**choice, TEXTS: texts} for choice in ladder] for ladder in found_ladders]
         plans = _explored(with_texts, plan, budget, blocks)
         fitting = [found for found in plans if fits(found)]
         if fitting:
             best = min(fitting, key=lambda found: _cost(found, budget))
             if blocks and best.config.checkpointing in first_blocks.POLICIES:
+                # Recompute no more blocks than necessary.
                 choice = {name: getattr(best.config, name) for name in names}
                 best = first_blocks.fewest(best, choice, plan, blocks, fits)
             most_cost, time = _WORTH * _cost(best, budget), step_seconds(best, budget)
@@ -414,7 +417,7 @@ def _explored(
     plans whose states cannot be pinned.
 
     Args:
-        lists: the result of `ladders`.
+        lists: the result of `ladders`, with the precision of the text encoders in each choice.
         plan: makes the plan of a choice.
         budget: the available memory, and the speed of the GPU.
         blocks: how many blocks of the model can have a policy; 0 if policies must be for all.
@@ -450,10 +453,7 @@ def _explored(
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
-    """Yield the plans up to the first one that fits.
-
-    The plans must come in the order of falling memory and rising time.
-    """
+    """Yield plans, which come by falling memory and rising time, up to the first that fits."""
     for plan in plans:
         yield plan
         if _fits(plan, budget):
@@ -491,7 +491,7 @@ def _cost(plan: Plan, budget: Budget) -> float:
 
 
 def step_seconds(plan: Plan, budget: Budget) -> float:
-    """Return the approximate time of a step; 0 if the estimate has no `work`."""
+    """Return the approximate time of a step; 0 without `work` (what it computes and copies)."""
     work = plan.estimate.work
     if work is None:
         return 0.0

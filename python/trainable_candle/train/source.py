@@ -11,11 +11,13 @@ class BatchSource(Protocol[BatchOut]):
     """Batches by number. A number always gives the same batch, so a run can resume at any step.
 
     ```python
-    class Rows:
-        def batch(self, index):
-            return x[index % len(x)]
+    batches = [tc.randn(2, 8), tc.randn(2, 8), tc.randn(2, 8)]
 
-    source: tc.train.BatchSource[tc.Tensor] = Rows()
+    class InTurn:
+        def batch(self, index):
+            return batches[index % len(batches)]
+
+    source: tc.train.BatchSource[tc.Tensor] = InTurn()
     assert source.batch(3).tolist() == source.batch(0).tolist()
     ```
     """

@@ -30,7 +30,7 @@ pub(super) struct KeptInputs {
 enum Place {
     /// The input stays on its device.
     Here(Saved),
-    /// The input is in the memory of the host, at this index of [`Offloaded::parts`].
+    /// The input is in the memory of the host, at this index of [`Offloaded::copies`].
     Offloaded(usize),
 }
 
@@ -42,24 +42,25 @@ impl KeptInputs {
     /// [`Error::Device`](crate::Error::Device) if a capture would have to allocate pinned memory, or the driver reports
     /// an error.
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
-        // An inner checkpoint offloads nothing: the outer checkpoint recomputes these inputs.
+        // `flags().recording()` says that an outer checkpoint's function runs. An inner checkpoint offloads nothing,
+        // because the outer checkpoint frees and recomputes its inputs.
         let offloads = policy == Policy::Offloaded && !flags().recording();
-        // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. Otherwise
-        // the outer recomputation would end with the operation that computes the last input, as if nothing read its
-        // result.
+        // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. The outer
+        // recomputation ends with the last operation that saves a value. Without this operation, that could be the one
+        // that computes an input of this checkpoint, and the recomputation would end before this checkpoint.
         begin_operation();
-        let mut parts = Vec::new();
+        let mut copies = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
         for &tensor in inputs {
             let origin = Origin::of(tensor);
             if offloads && is_worth_it(tensor, origin) {
-                placed.push((Place::Offloaded(parts.len()), origin));
-                parts.push(Away::new(&tensor.raw)?);
+                placed.push((Place::Offloaded(copies.len()), origin));
+                copies.push(Away::new(&tensor.raw)?);
             } else {
                 placed.push((Place::Here(keep(tensor)), origin));
             }
         }
-        let offloaded = if parts.is_empty() { None } else { Some(Offloaded::new(parts)) };
+        let offloaded = if copies.is_empty() { None } else { Some(Offloaded::new(copies)) };
         Ok(Self { inputs: placed, offloaded })
     }
 
@@ -69,7 +70,7 @@ impl KeptInputs {
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
     pub(super) fn settle(&self) -> Result<()> {
-        self.offloaded.iter().flat_map(|offloaded| &offloaded.parts).try_for_each(Away::await_copy)
+        self.offloaded.iter().flat_map(|offloaded| &offloaded.copies).try_for_each(Away::await_copy)
     }
 
     /// The inputs, for a recomputation.
@@ -109,11 +110,11 @@ fn keep(tensor: &Tensor) -> Saved {
 /// The offloaded inputs of one checkpoint.
 struct Offloaded {
     /// The copies in the memory of the host, one for each offloaded input.
-    parts: Vec<Away>,
+    copies: Vec<Away>,
     /// The copies to the device, if they are queued already; otherwise empty.
     arriving: Mutex<Vec<Arriving>>,
     /// The offloaded inputs of the checkpoint that ran before this one. A backward pass needs those inputs next.
-    before: Weak<Offloaded>,
+    previous: Weak<Offloaded>,
     /// Whether the copies to the host are recorded in a CUDA graph.
     is_captured: bool,
 }
@@ -124,10 +125,11 @@ thread_local! {
 }
 
 impl Offloaded {
-    fn new(parts: Vec<Away>) -> Arc<Self> {
+    /// The offloaded inputs of the checkpoint that runs now. The next call gets them as `previous`.
+    fn new(copies: Vec<Away>) -> Arc<Self> {
         LAST.with_borrow_mut(|last| {
-            let (before, is_captured) = (std::mem::take(last), capture::is_capturing());
-            let offloaded = Arc::new(Self { parts, arriving: Mutex::default(), before, is_captured });
+            let (previous, is_captured) = (std::mem::take(last), capture::is_capturing());
+            let offloaded = Arc::new(Self { copies, arriving: Mutex::default(), previous, is_captured });
             *last = Arc::downgrade(&offloaded);
             offloaded
         })
@@ -136,7 +138,7 @@ impl Offloaded {
     /// Queues the copies to the device, unless they are queued already.
     fn start(&self, arriving: &mut Vec<Arriving>) -> Result<()> {
         if arriving.is_empty() {
-            *arriving = self.parts.iter().map(Away::fetch).collect::<Result<_>>()?;
+            *arriving = self.copies.iter().map(Away::fetch).collect::<Result<_>>()?;
         }
         Ok(())
     }
@@ -150,9 +152,10 @@ impl Offloaded {
             std::mem::take(&mut *arriving)
         };
         let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
-        // A recorded copy cannot wait for a copy that ran eagerly, nor the other way round.
-        if let Some(before) = self.before.upgrade().filter(|before| before.is_captured == self.is_captured) {
-            before.start(&mut before.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
+        // Start them only if both checkpoints ran in a capture or neither did: a recorded copy cannot wait for a copy
+        // that ran eagerly, nor an eager copy for a recorded one.
+        if let Some(previous) = self.previous.upgrade().filter(|previous| previous.is_captured == self.is_captured) {
+            previous.start(&mut previous.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
         }
         Ok(arrived)
     }

@@ -1,4 +1,4 @@
-//! Elementwise functions of one, two and three tensors.
+//! Elementwise functions of one, two and three tensors on CUDA devices.
 
 // All kernels of one operand take the arguments of `exp`, those of two operands the arguments of `add`, and those of
 // three operands the arguments of `share`.
@@ -20,7 +20,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Describes the function that `cuda/kernels/elementwise.cu` calls `name`. `parameters` that it does not use are 0.
+    /// Describes the function that `cuda/kernels/elementwise.cu` calls `name`. `parameters`, which the kernel calls `p`
+    /// and `q`, are 0 if it does not use them.
     pub const fn new(name: &'static str, parameters: [f64; 2]) -> Self {
         Self { name, parameters }
     }
@@ -54,11 +55,13 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
         return Ok(y);
     }
     let to = Member::new(OP, &y)?;
-    // `to` only fills the array until the loop has set each entry.
+    // The operands' members; `to` only fills the array until the loop has set each entry.
     let mut members = [to; N];
     for (member, operand) in members.iter_mut().zip(operands) {
         *member = Member::new(OP, operand)?;
     }
+    // Below, "" is the part of a kernel's name between `kernel.name` and the dtype, `tensors` describes the strides,
+    // and `shape` is that of the launch.
     let [p, q] = kernel.parameters;
     let y_at = to.output();
     // SAFETY: the addresses and strides are those of the tensors, broadcast to `dims`, so they stay inside the tensors.

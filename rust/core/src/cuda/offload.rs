@@ -1,8 +1,9 @@
 //! Tensors that wait in pinned memory of the host while other tensors use their memory on the device.
 //!
-//! All copies of a device to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's
-//! order, so a buffer can be reused without waiting. Buffers stay allocated for the next training step. A buffer is
-//! allocated only if no free one is large enough.
+//! Two streams take part: "the device's stream" computes, and a second stream makes all copies of the device to and
+//! from this memory (see `copies.rs`). Copies run in the order of their stream, so a buffer can be reused without
+//! waiting. Buffers stay allocated for the next training step. A buffer is allocated only if no free one is large
+//! enough.
 //!
 //! Graphs do not use the buffers of eager work, because replays would overwrite values that eager work still needs. So
 //! graphs have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads the
@@ -47,7 +48,7 @@ fn find_free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<us
     let size = |buffer: &Arc<Buffer>| buffer.memory.len();
     let fits =
         |buffer: &Arc<Buffer>| Arc::strong_count(buffer) == 1 && std::ptr::eq(buffer.gpu, gpu) && size(buffer) >= bytes;
-    (0..pool.len()).filter(|&place| fits(&pool[place])).min_by_key(|&place| size(&pool[place]))
+    (0..pool.len()).filter(|&index| fits(&pool[index])).min_by_key(|&index| size(&pool[index]))
 }
 
 /// Takes a free buffer of at least `bytes`, or allocates one if no function is being captured.
@@ -55,23 +56,23 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
     let Pools { eager, graphs } = &mut *pools;
     if capture::is_capturing() {
-        if let Some(place) = find_free(graphs, gpu, bytes) {
-            return Ok(graphs[place].clone());
+        if let Some(index) = find_free(graphs, gpu, bytes) {
+            return Ok(graphs[index].clone());
         }
         // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the
-        // buffers of that run are free now, so the recording takes one of them.
-        let Some(place) = find_free(eager, gpu, bytes) else {
+        // buffers of that run are free now, so the recording takes one of them, which then stays in the graphs' pool.
+        let Some(index) = find_free(eager, gpu, bytes) else {
             let message = "a recording cannot allocate pinned memory, and the buffers that the function's last eager call \
                            has released are too few or too small; run the backward pass of that call, or drop the tensors \
                            that the function has kept";
             return Err(Error::device(OP, message));
         };
-        let buffer = eager.swap_remove(place);
+        let buffer = eager.swap_remove(index);
         graphs.push(buffer.clone());
         return Ok(buffer);
     }
-    if let Some(place) = find_free(eager, gpu, bytes) {
-        return Ok(eager[place].clone());
+    if let Some(index) = find_free(eager, gpu, bytes) {
+        return Ok(eager[index].clone());
     }
     let event = || Event::new().map_err(|error| driver_error(OP, error));
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
@@ -93,6 +94,7 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
 
 /// The values of a tensor, copied to pinned memory.
 pub struct Away {
+    /// The stream of the copies.
     copies: &'static Copies,
     buffer: Arc<Buffer>,
     dims: Vec<usize>,
@@ -115,9 +117,10 @@ impl Away {
         let bytes = x.elem_count() * x.dtype().size_in_bytes();
         let buffer = take(gpu, bytes)?;
         let from = address(OP, x)?;
+        // The stream of the copies, which now waits for the work that is queued on the device's stream.
         let stream = copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
         // SAFETY: the buffer and the tensor have this many bytes. The buffer stays allocated, and all its copies are
-        // queued in this stream; the caller keeps the tensor until the device's stream waits for the copy.
+        // queued in the stream of the copies; the caller keeps the tensor until the device's stream waits for the copy.
         unsafe { download::copy_pinned(buffer.memory.address(), from, bytes, stream.cast()) }
             .map_err(|status| status_error(OP, status))?;
         buffer.downloaded.record(stream).map_err(|error| driver_error(OP, error))?;
@@ -137,7 +140,8 @@ impl Away {
         self.buffer.downloaded.make_wait(stream).map_err(|error| driver_error(OP, error))
     }
 
-    /// Queue a copy to new memory of the device. The copy runs in parallel with work that is queued later.
+    /// Queue a copy to new memory of the device. The copy waits for all work that is queued on the device's stream now,
+    /// and runs in parallel with work that is queued later.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device has too little memory, [`Error::Device`] if another thread captures, or the

@@ -1,4 +1,4 @@
-//! Test cases of operations.
+//! The types of an operation's test cases: inputs of given shapes, a call, and the plain form to compare with.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 
 /// An operation in the registry.
 pub struct Entry {
-    /// Name and cost class.
+    /// Name and cost: whether the result is cheap to recompute.
     pub info: &'static OpInfo,
     /// The cases that the tests run, each with at least one input. At least one case has an odd size. If the operation
     /// accepts empty inputs, one case has an empty input.
@@ -20,12 +20,13 @@ pub struct Entry {
 /// The distribution of an input's values.
 #[derive(Clone, Copy, Debug)]
 pub enum Domain {
-    /// Spread evenly from -2 to 2.
+    /// The usual one, which is not a normal distribution: spread evenly from -2 to 2.
     Normal,
     /// Spread evenly from 0.5 to 2.
     Positive,
-    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. A
-    /// value of one input differs by at least 0.125 from all values of another input of the case.
+    /// For functions with kinks, maxima or divisions, so that finite differences cross no kink: values of both signs,
+    /// with absolute values of at least 0.25. A value of one input differs by at least 0.125 from all values of another
+    /// input of the case.
     Distinct,
 }
 

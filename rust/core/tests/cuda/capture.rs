@@ -17,7 +17,8 @@ fn normal(dims: (usize, usize), device: &Device) -> Tensor {
     Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap().to_device(device).unwrap()
 }
 
-/// The weights of two layers, and a training step for them with dropout and a checkpoint.
+/// The weights of two layers, and a training step for them with dropout and a checkpoint. The step takes a batch x (32,
+/// 64) and its targets (32, 10), and returns the loss and the gradient of the first weight.
 fn training(device: &Device) -> (Vec<Var>, Function) {
     rng::manual_seed(1);
     let weights: Vec<Var> =
@@ -54,7 +55,8 @@ fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
             let mut captured = Captured::new(&device, step, &[&batches[0][0], &batches[0][1]]).unwrap();
             Box::new(move |index: usize, [x, target]: &[Tensor; 2]| {
                 let outputs = captured.call(&[x, target]).unwrap();
-                // The second call is eager too, because the gradients get buffers only after the first call.
+                // The first call is always eager. The second is eager too, because the gradients get buffers only after
+                // the first call.
                 assert_eq!(captured.is_recorded(), index > 1);
                 outputs
             })
@@ -62,6 +64,7 @@ fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
             Box::new(move |_: usize, batch: &[Tensor; 2]| step(batch).unwrap())
         };
         rng::manual_seed(2);
+        // After each call: the outputs, all gradients, and the state of the random generator.
         for (index, batch) in batches.iter().enumerate() {
             let outputs = call(index, batch);
             results.push((outputs, weights.iter().map(|w| w.grad().unwrap()).collect::<Vec<_>>(), rng::state()));
@@ -108,10 +111,12 @@ fn gradients_add_up_over_replays_until_they_are_cleared() {
 fn work_that_a_graph_cannot_contain_is_rejected_without_an_effect() {
     let device = gpu().unwrap();
     let x = Tensor::new(&[1f32, 2.0][..], &device).unwrap();
+    // Reads a value of the device on the host.
     let reads: Function = Box::new(|x| {
         let largest = x[0].max_all()?.item()?;
         Ok(vec![x[0].mul_scalar(largest)?])
     });
+    // Copies a random number, which differs between calls, to the device.
     let changes: Function = Box::new(|x| {
         let number = rng::normal_vec(1);
         Ok(vec![x[0].mul(&Tensor::from_vec(number, 1, x[0].device())?)?])
@@ -119,10 +124,12 @@ fn work_that_a_graph_cannot_contain_is_rejected_without_an_effect() {
     for (function, expected) in [(reads, "item: values are not known"), (changes, "copies a value from the CPU")] {
         let mut step = Captured::new(&device, function, &[&x]).unwrap();
         let first = step.call(&[&x]).unwrap();
+        // The second call records a graph.
         let message = step.call(&[&x]).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
         // After the error the next call runs eagerly, as the first call does.
         assert_eq!(step.call(&[&x]).unwrap()[0].dims(), first[0].dims());
+        // The device still works.
         assert_eq!(to_f64_vec(x.add(&x).unwrap().raw()).unwrap(), [2.0, 4.0]);
     }
 }
@@ -166,6 +173,7 @@ fn replays_allocate_nothing_and_dropped_graphs_release_their_memory() {
             Ok(vec![y])
         });
         let mut step = Captured::new(&device, function, &[&x]).unwrap();
+        // The first call is eager, the second records the graph, and all others replay it.
         let expected = bits(&step.call(&[&x]).unwrap()[0]);
         step.call(&[&x]).unwrap();
         let warm = device::memory_stats(&device).unwrap();
@@ -191,6 +199,7 @@ fn the_next_call_does_not_overwrite_outputs() {
     for (input, output) in inputs.iter().zip(&outputs) {
         assert_eq!(bits(&input.exp().unwrap()), bits(output));
     }
+    // Both are outputs of replays, which have memory of their own all the same.
     assert_ne!(storage_identity(outputs[2].raw()).0, storage_identity(outputs[3].raw()).0);
 }
 
@@ -200,20 +209,21 @@ fn ids_out_of_range_are_an_error_when_the_host_waits_for_the_device() {
     let device = gpu().unwrap();
     let x = normal((5, 3), &device);
     let ids = Tensor::from_vec(vec![0i64, 4, 5, -1], 4, &device).unwrap();
+    // The kernel finds the wrong ids later, when the device has computed its earlier work.
     let y = x.index_select(&ids, 0).unwrap();
     let message = device::synchronize(&device).unwrap_err().to_string();
     assert!(message.starts_with("index_select: the id or bound at position 2"), "{message}");
     // The error is returned only once.
     device::synchronize(&device).unwrap();
     let y = to_f64_vec(y.raw()).unwrap();
-    // The rows of the ids 5 and -1, of three elements each.
+    // The rows of the ids 5 and -1, of three elements each, are zeros.
     assert_eq!(y[6..], [0.0; 6]);
     let wrong = x.gather(&Tensor::from_vec(vec![9i64], (1, 1), &device).unwrap(), 1).unwrap();
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));
 }
 
-/// The copies have more bytes than fit in the ring of pinned memory that they go through, and are queued while the
-/// device is busy.
+/// The copies, 40 of 2.8 MB and one of 48 MB, have more bytes than fit in the ring of pinned memory that they go
+/// through (32 MiB), and are queued while the device is busy.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn copies_from_the_host_arrive_in_order() {

@@ -26,8 +26,11 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
                         Domain::Normal => ((u - 0.5) * 4.0 * 64.0).round() / 64.0,
                         Domain::Positive => 0.5 + (u * 1.5 * 64.0).round() / 64.0,
                         Domain::Distinct => {
-                            let rank = ((i * 7 + 3 * index) % (n + 4)) as f64 * 0.5 + 0.25 + index as f64 * 0.125;
-                            if i % 2 == 0 { rank } else { -rank }
+                            // The multiples of 0.5 come in a mixed order, each once unless 7 divides n + 4. Values of
+                            // different inputs differ by the last term.
+                            let multiple = (i * 7 + 3 * index) % (n + 4);
+                            let magnitude = multiple as f64 * 0.5 + 0.25 + index as f64 * 0.125;
+                            if i % 2 == 0 { magnitude } else { -magnitude }
                         }
                     }
                 })
@@ -48,10 +51,12 @@ pub fn strided_copy(tensor: &Raw) -> Result<Raw> {
     }
     let reversed: Vec<usize> = (0..rank).rev().collect();
     let turned = tensor.permute(reversed.as_slice())?.contiguous()?;
+    // One zero before and two behind: the view below leaves them out, so it begins at an offset.
     let padded = turned.pad_with_zeros(rank - 1, 1, 2)?;
     Ok(padded.narrow(rank - 1, 1, turned.dim(rank - 1)?)?.permute(reversed.as_slice())?)
 }
 
+/// The cases of all registered operations, each with the operation's name.
 pub fn all_cases() -> impl Iterator<Item = (&'static str, Case)> {
     REGISTRY.iter().flat_map(|entries| entries.iter()).flat_map(|entry| {
         let cases = (entry.cases)();
@@ -70,7 +75,9 @@ pub fn value_and_gradients(
     let result = run(&vars)?;
     let weights = weights_like(&result)?;
     let leaves: Vec<&Tensor> = vars.iter().collect();
-    let gradients = grad(&result, &leaves, Some(&weights), false)?;
+    // The weights are the gradient of that sum with respect to the value.
+    let retain_graph = false;
+    let gradients = grad(&result, &leaves, Some(&weights), retain_graph)?;
     let gradients = gradients
         .iter()
         .zip(inputs)
@@ -79,7 +86,7 @@ pub fn value_and_gradients(
     Ok((result, gradients))
 }
 
-/// Fixed numbers with the shape, the dtype and the device of `result`.
+/// Fixed numbers from -0.75 to 0.75 with the shape, the dtype and the device of `result`.
 pub fn weights_like(result: &Tensor) -> Result<Tensor> {
     let weights: Vec<f64> = (0..result.elem_count()).map(|i| ((i * 5 % 7) as f64 - 3.0) / 4.0).collect();
     let weights = from_vec(weights, result.shape().clone()).to_dtype(result.dtype())?;

@@ -6,7 +6,7 @@
 //! the blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores
 //! this A once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are
 //! stacked if there is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows
-//! (LoKr's factors, a magnitude for each input) cannot be joined.
+//! (LoKr's factors, a magnitude for each input) cannot be joined; `grouping.rs` rejects them before they get here.
 
 use std::collections::BTreeMap;
 
@@ -35,13 +35,15 @@ const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 /// OFT's square matrices (blocks, size, size), one for each block of consecutive outputs.
 const BLOCKS: &str = oft::BLOCKS;
 
-/// Join the adapters of several layers into the parameters of one module. The layers must have the same scale.
+/// Join the adapters of several layers into the parameters of one module. `members` has each layer's parameters, and
+/// the form that tells which shares of the module are the layer's. The layers must have the same scale.
 ///
 /// # Errors
 /// [`Error::Argument`] if `members` is empty; [`Error::Shape`] if the rows of an up factor do not fit the layer's
 /// shares, or if the layers' parameters cannot be concatenated.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
+    // If the module is not fused, its only layer has another form.
     let Some((form, first)) = members.first() else {
         return Err(Error::argument(OP, "there is no layer to write"));
     };
@@ -50,14 +52,15 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     };
     let mut joined = Parameters::new();
     for name in first.keys().copied() {
+        // The parameter `name` of each layer, with the layer's form.
         let parts: Vec<(Form, &Tensor)> =
             members.iter().filter_map(|(form, values)| Some((*form, values.get(name)?))).collect();
         let all: Vec<&Tensor> = parts.iter().map(|(_, value)| *value).collect();
-        let shared = share_downs(&members)?;
+        let same_downs = have_same_downs(&members)?;
         let value = if DOWNS.contains(&name) {
-            if shared { all[0].clone() } else { Tensor::cat(&all, 0)? }
+            if same_downs { all[0].clone() } else { Tensor::cat(&all, 0)? }
         } else if UPS.contains(&name) {
-            diagonal(&parts, all[0].dims()[0] / count, of, shared)?
+            diagonal(&parts, all[0].dims()[0] / count, of, same_downs)?
         } else if name == BLOCKS {
             stacked(&parts, all[0].dims()[0] / count, of)?
         } else {
@@ -69,7 +72,7 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
 }
 
 /// Whether there are several layers, and all of them have the same down factors.
-fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
+fn have_same_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     let numbers = |values: &Parameters, name: &str| match values.get(name) {
         Some(value) => Ok(Some((value.dims().to_vec(), value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?))),
         None => Ok::<_, Error>(None),
@@ -85,14 +88,16 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// The up factor of a module with `of` shares of `share_rows` rows each. If `shared`, all layers use the same columns;
-/// otherwise each layer has columns of its own. The rows of shares that belong to no layer are zero.
-fn diagonal(parts: &[(Form, &Tensor)], share_rows: usize, of: usize, shared: bool) -> Result<Tensor> {
+/// The up factor of a module with `of` shares of `share_rows` rows each, from the up factors of its layers. If
+/// `same_downs`, the module has one down factor, so all layers use the same columns; otherwise each layer has columns
+/// of its own. The rows of shares that belong to no layer are zero.
+fn diagonal(parts: &[(Form, &Tensor)], share_rows: usize, of: usize, same_downs: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
-    let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
+    let width: usize = if same_downs { ranks[0] } else { ranks.iter().sum() };
     let dtype = parts[0].1.dtype();
     let zeros = |rows: usize, columns: usize| Tensor::zeros((rows, columns), dtype, &Device::Cpu);
-    // `share` is the first share without rows in `blocks`, `column` the first column of the next layer.
+    // `blocks` has the module's rows from the top, `share` is the first share without rows in `blocks`, and `column` is
+    // the first column of the next layer.
     let (mut blocks, mut share, mut column) = (Vec::new(), 0, 0);
     for ((form, value), rank) in parts.iter().zip(&ranks) {
         let Form::Rows { first, count, .. } = *form else { continue };
@@ -104,7 +109,7 @@ fn diagonal(parts: &[(Form, &Tensor)], share_rows: usize, of: usize, shared: boo
         if first > share {
             blocks.push(zeros((first - share) * share_rows, width)?);
         }
-        if shared {
+        if same_downs {
             blocks.push((*value).clone());
         } else {
             let (left, right) = (zeros(rows, column)?, zeros(rows, width - column - rank)?);
@@ -151,21 +156,23 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     let Form::Rows { first, count, of } = form else {
         return if form == Form::Swapped { swap(module).map(Some) } else { Ok(Some(module.clone())) };
     };
-    let mut own = Parameters::new();
-    let slow = SLOW_ROWS.iter().find_map(|name| module.get(name)).map(|value| value.dims()[0]);
+    let mut parameters = Parameters::new();
+    // The number of rows of LoKr's left factor.
+    let left_rows = SLOW_ROWS.iter().find_map(|name| module.get(name)).map(|value| value.dims()[0]);
     for (name, value) in module {
         let height = value.dims().first().copied().unwrap_or(0);
-        // The layer gets only its shares of this parameter.
+        // Whether the rows of this parameter belong to outputs. The layer then gets only its shares of the rows.
         let per_row = UPS.contains(name)
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
             || *name == BLOCKS && height % of == 0
             // If LoKr's left factor has one row, its right factor has one row for each output of the module.
-            || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
-        // The parameter applies to all outputs together, so it cannot be divided.
+            || FAST_ROWS.contains(name) && left_rows == Some(1) && height % of == 0;
+        // Whether the parameter applies to all outputs together, so that it cannot be divided. Parameters of neither
+        // sort, such as down factors, go to every layer unchanged.
         let applies_to_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
-            || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
-            || FAST_ROWS.contains(name) && slow == Some(1) && !per_row;
+            || SLOW_ROWS.contains(name) && !per_row && left_rows != Some(1)
+            || FAST_ROWS.contains(name) && left_rows == Some(1) && !per_row;
         if per_row && (height == 0 || height % of != 0) {
             let message = format!("{name} has shape {:?}, expected rows in {of} equal shares", value.dims());
             return Err(Error::shape(OP, message));
@@ -177,20 +184,22 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
                 value.dims()
             )));
         }
-        own.insert(name, if per_row { form.read(value)? } else { value.clone() });
+        parameters.insert(name, if per_row { form.read(value)? } else { value.clone() });
     }
-    // `join` writes blocks of zeros for shares that belong to no layer.
-    if let (Some(all), Some(share)) = (module.get(BLOCKS), own.get(BLOCKS))
+    // `join` writes blocks of zeros for shares that belong to no layer. But if all blocks are zero, the module is an
+    // untrained adapter of every layer.
+    if let (Some(all), Some(share)) = (module.get(BLOCKS), parameters.get(BLOCKS))
         && is_zero(share)?
         && !is_zero(all)?
     {
         return Ok(None);
     }
-    let Some(runs) = own_columns(module, (first, count, of))? else { return Ok(Some(own)) };
+    let Some(runs) = own_columns(module, (first, count, of))? else { return Ok(Some(parameters)) };
     if runs.is_empty() {
         return Ok(None);
     }
-    for (name, value) in &mut own {
+    for (name, value) in &mut parameters {
+        // The rank is the number of columns of an up factor, and of rows of a down factor.
         let dim = if UPS.contains(name) { 1 } else { 0 };
         if UPS.contains(name) || DOWNS.contains(name) {
             let parts: Vec<Tensor> =
@@ -198,14 +207,14 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
             *value = Tensor::cat(&parts.iter().collect::<Vec<_>>(), dim)?;
         }
     }
-    Ok(Some(own))
+    Ok(Some(parameters))
 }
 
 /// The columns of the module's up factors that only this layer uses, as runs (start, length). (In the modules that
 /// [`join`] and kohya's trainers write, every column belongs to one layer, unless all layers have the same down
 /// factors.) A column is used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns.
 /// This is so if the module has no up factor, if another layer uses a column of this layer too, if all columns are
-/// zero, or if the module has a magnitude and this layer uses no column.
+/// zero, or if the module has a magnitude and this layer uses no column (a magnitude changes the layer without them).
 fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -214,7 +223,7 @@ fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -
     let used = |share: usize, column: usize| {
         (share * share_rows..((share + 1) * share_rows).min(rows)).any(|row| values[row * rank + column] != 0.0)
     };
-    // For each column: a share that uses the column.
+    // For each column: the first share of those that use the column; None if none does.
     let mut owners: Vec<Option<usize>> = Vec::with_capacity(rank);
     for column in 0..rank {
         let mut owner = None;
@@ -222,6 +231,7 @@ fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -
             // All shares of this layer count as its first share.
             let share = if (first..first + count).contains(&share) { first } else { share };
             if owner.is_some_and(|other| other != share) {
+                // A column that two other layers share does not matter here.
                 let both_others = owner != Some(first) && share != first;
                 if !both_others {
                     return Ok(None);
@@ -229,7 +239,7 @@ fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -
             }
             owner = owner.or(Some(share));
         }
-        // A column of zeros gets the owner of the column before it.
+        // A column of zeros gets the owner of the column before it, so that a layer's columns stay together.
         owners.push(owner.or_else(|| owners.last().copied().flatten()));
     }
     if owners.iter().all(Option::is_none)
@@ -255,7 +265,8 @@ fn is_zero(value: &Tensor) -> Result<bool> {
 /// Exchange, for [`Form::Swapped`], the first and the second half of the rows of every parameter whose rows are
 /// outputs.
 fn swap(values: &Parameters) -> Result<Parameters> {
-    let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
+    // The number of rows of LoKr's left factor.
+    let left_rows = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values
         .iter()
         .map(|(name, value)| {
@@ -263,8 +274,9 @@ fn swap(values: &Parameters) -> Result<Parameters> {
             let per_row = UPS.contains(name)
                 || MAGNITUDES.contains(name) && height > 1
                 || SLOW_ROWS.contains(name) && height % 2 == 0
-                || FAST_ROWS.contains(name) && slow == Some(1) && height % 2 == 0;
+                || FAST_ROWS.contains(name) && left_rows == Some(1) && height % 2 == 0;
             let per_row = per_row || *name == BLOCKS;
+            // A left factor of more than one row is divided, too: if it has an odd number of rows, that is an error.
             let needs_halves = SLOW_ROWS.contains(name) && height > 1 || per_row;
             if needs_halves && (height == 0 || height % 2 == 1) {
                 return Err(Error::shape(

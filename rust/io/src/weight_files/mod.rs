@@ -1,4 +1,6 @@
-//! Reads weights by name from one or several files.
+//! Reads weights by name from one or several files. A quantized weight counts as one tensor: the tensors with its
+//! scales and the values of its codes belong to it, and have no names here (`beside.rs` finds them when files are
+//! opened).
 
 mod beside;
 
@@ -21,7 +23,7 @@ pub struct WeightFiles {
     files: Vec<WeightFile>,
     /// A map from a tensor's name to the index in `files` of the file that has the tensor.
     index: BTreeMap<String, usize>,
-    /// The types of the codes of eight-bit weights by the weights' names.
+    /// The types (fp8 or int8) of the codes of eight-bit weights by the weights' names.
     codes: BTreeMap<String, EightBits>,
     /// The scales (f32) of the eight-bit weights by the weights' names: one scale for a weight, or one for each of its
     /// rows.
@@ -33,6 +35,7 @@ pub struct WeightFiles {
 /// A four-bit weight of bitsandbytes. The tensor with the weight's name holds the codes. Other tensors hold the scales
 /// and the values of the codes.
 struct Packed {
+    /// The weight's shape and original dtype, and the offset of quantized scales.
     state: State,
     /// The other tensors of the weight: a map from a tensor's name to the index of the file that has the tensor.
     tensors: BTreeMap<String, usize>,
@@ -180,8 +183,8 @@ impl WeightFiles {
         let missing = |end: &str| error(format!("{name}{end} is missing"));
         let file_of = |end: &str| tensors.get(&format!("{name}{end}")).copied().ok_or_else(|| missing(end));
         let [scales, code_values] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE_VALUES)?];
-        // If the scales are quantized: the files with the scales of the blocks of scales, and with the values of the
-        // scales' codes.
+        // If the scales are quantized themselves (then the state has an offset): the files with the scales of the
+        // blocks of scales, and with the values of the scales' codes.
         let nested_files = if state.offset.is_some() {
             Some([file_of(bitsandbytes::NESTED_SCALES)?, file_of(bitsandbytes::NESTED_CODE_VALUES)?])
         } else {
@@ -200,6 +203,7 @@ impl WeightFiles {
             }
             None => None,
         };
+        // bitsandbytes stores scales with the codes of its signed dynamic map.
         let are_known = code_values == nf4_values()
             && nested.as_ref().is_none_or(|(_, code_values)| *code_values == create_dynamic_map(true));
         if !are_known {
@@ -270,11 +274,12 @@ pub fn quantized(bits: EightBits, codes: &Tensor, scales: &Tensor, dtype: DType)
     match bits {
         EightBits::Fp8 => Quantized::from_eight_bits(Format::Fp8, codes, scales, dtype),
         EightBits::Int8 => {
-            let (rows, mut each) = (codes.dims().first().copied().unwrap_or(1), scales.to_vec::<f32>()?);
-            if let &[one] = each.as_slice() {
-                each = vec![one; rows];
+            // This format needs a scale for each row.
+            let (rows, mut row_scales) = (codes.dims().first().copied().unwrap_or(1), scales.to_vec::<f32>()?);
+            if let &[scale] = row_scales.as_slice() {
+                row_scales = vec![scale; rows];
             }
-            let scales = Tensor::new(each.as_slice(), &Device::Cpu)?;
+            let scales = Tensor::new(row_scales.as_slice(), &Device::Cpu)?;
             Quantized::from_eight_bits(Format::Int8, codes, &scales, dtype)
         }
     }

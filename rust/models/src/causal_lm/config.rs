@@ -118,9 +118,10 @@ impl Default for CausalLMConfig {
 
 impl Configuration for CausalLMConfig {
     // Fields that are not read here are ignored: those that transformers writes are about initial values, dropout,
-    // generation or the vision encoder. A missing field gets transformers' default, except the sizes without a default
-    // here, which are required.
+    // generation or the vision encoder. A missing field gets transformers' default, except the sizes whose default is
+    // None here: they are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        // Qwen2.5-VL may have the language model's fields in an object of their own.
         let (all_fields, text_fields) = (map, text_part(map));
         let map = text_fields.as_ref().unwrap_or(all_fields);
         let mut fields = Fields::new(OP, map);
@@ -295,7 +296,7 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
                 fields.names("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])?
             } else {
                 // The first `max_window_layers` layers have no window.
-                let full_layers = fields.number("max_window_layers", Some(28.0))?;
+                let full_layers = fields.number("max_window_layers", Some(28.0))?; // transformers' default
                 (0..layers).map(|layer| layer as f64 >= full_layers).collect()
             };
             Ok(windowed.into_iter().map(|is_windowed| window.filter(|_| is_windowed)).collect())

@@ -61,8 +61,8 @@ impl TimestepEmbedding {
         Self::named(LINEAR, [in_features, dim, dim], true, weights)
     }
 
-    /// As [`new`](Self::new), with the names of the two layers, the widths of the input, of the first layer's result
-    /// and of the second layer's result, and whether the layers have biases.
+    /// As [`new`](Self::new), for models that differ from diffusers' usual layers: `names` are those of the two layers,
+    /// `hidden` is the width of the first layer's result, and `bias` says whether the layers have biases.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -103,7 +103,8 @@ impl TimestepEmbedding {
     /// As [`saved`](Self::saved), for a sample whose features are a matrix of `rows` rows.
     pub fn saved_rows(&self, rows: usize, saved: &mut Saved) {
         for layer in [&self.linear_1, &self.linear_2] {
-            saved.linear(layer, (rows * layer.weight.dims()[1], rows));
+            let inputs = rows * layer.weight.dims()[1];
+            saved.linear(layer, (inputs, rows));
         }
     }
 }

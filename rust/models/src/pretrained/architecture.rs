@@ -43,16 +43,18 @@ pub trait Architecture: Model + Sized {
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     fn build(config: Self::Config, weights: &mut Weights<'_>) -> Result<Self>;
 
-    /// Determines the configuration of the model in an original checkpoint from the shapes of its tensors. Fields that
-    /// shapes do not determine come from the first of the `known` configurations with the same sizes. If there is none,
-    /// they come from the published model.
+    /// Determines the configuration of the model in an original checkpoint (one file with the names of the model's
+    /// authors or of llama.cpp, and without a `config.json`) from the shapes of its tensors. `original` says how the
+    /// file names them. Fields that shapes do not determine come from the first of the `known` configurations (one
+    /// found with the file, then those of published models) with the same sizes. If there is none, they come from the
+    /// default configuration.
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be determined, or if the sizes belong to a model that is not supported.
     fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<Self::Config>) -> Result<Self::Config>;
 
     /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
-    /// is this checkpoint, if it exists already.
+    /// are the model's files, or None if they do not exist yet.
     fn parameter_layout(
         config: &Self::Config,
         original: Option<CheckpointNaming>,
@@ -102,6 +104,7 @@ pub trait Architecture: Model + Sized {
         if options.is_none() {
             return Ok(None);
         }
+        // A model without values. Its dtype does not matter: the plan needs only the names of layers.
         let shapes = Self::build(config.clone(), &mut Source::shapes(DType::F16).root())?;
         Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }

@@ -75,13 +75,16 @@ impl Configuration for VaeConfig {
         let is_normed = map.contains_key(NORM_EPS)
             || map.get("_class_name").and_then(Value::as_str) == Some(AutoencoderKL::NORMED_CLASS_NAME);
         let mut fields = Fields::new(AutoencoderKL::CLASS_NAME, map);
+        // Fields of which only one value is supported.
         fields.only(&[("patch_size", json!([2, 2])), ("decoder_block_out_channels", Value::Null)])?;
         fields.ignore(&["batch_norm_momentum"]);
         fields.only(&[("act_fn", json!("silu")), ("latents_mean", Value::Null), ("latents_std", Value::Null)])?;
         let block_out_channels = fields.list("block_out_channels")?;
         let levels = block_out_channels.len();
+        // These two calls only check the names: one for each level.
         fields.names("down_block_types", levels, &[(DOWN, ())])?;
         fields.names("up_block_types", levels, &[(UP, ())])?;
+        // The defaults are those of diffusers' classes, which are not SDXL's.
         let config = Self {
             in_channels: fields.size("in_channels", Some(3))?,
             out_channels: fields.size("out_channels", Some(3))?,
@@ -89,6 +92,7 @@ impl Configuration for VaeConfig {
             latent_channels: fields.size("latent_channels", Some(if is_normed { 32 } else { 4 }))?,
             latent_norm_eps: if is_normed { Some(fields.number(NORM_EPS, Some(DEFAULT_NORM_EPS))?) } else { None },
             norm_num_groups: fields.size("norm_num_groups", Some(32))?,
+            // One number, or height and width. No computation depends on it, so the height suffices.
             sample_size: fields.sizes("sample_size", 2, Some(32))?[0],
             scaling_factor: fields.number("scaling_factor", Some(if is_normed { 1.0 } else { 0.18215 }))?,
             shift_factor: fields.optional_number("shift_factor")?,
@@ -126,6 +130,7 @@ impl Configuration for VaeConfig {
         });
         let mut map = if let Value::Object(map) = json { map } else { Map::new() };
         if let Some(eps) = self.latent_norm_eps {
+            // The class of FLUX.2's autoencoder has no such fields.
             map.retain(|name, _| !matches!(name.as_str(), "scaling_factor" | "shift_factor" | "force_upcast"));
             map.insert(NORM_EPS.to_owned(), json!(eps));
             map.insert("patch_size".to_owned(), json!([2, 2]));

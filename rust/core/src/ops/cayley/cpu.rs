@@ -1,4 +1,6 @@
-//! The CPU form: Gauss-Jordan elimination of one matrix after another. `change` is D, the result of the operation.
+//! The CPU form of the Cayley transform. For each skew-symmetric matrix Q (n x n), Gauss-Jordan elimination solves
+//! (I + Q) D = -2 Q. D, called `change`, is the result of the operation: I + D is the transform. In the code, n is
+//! `size`, and `triangle` the number of elements of a strict upper triangle.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -10,6 +12,7 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
+/// The results D (count, n, n), from the strict upper triangles (count, n (n - 1) / 2) of the Q.
 pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> {
     let upper = contiguous(upper)?;
     let (triangle, square) = (size * (size - 1) / 2, size * size);
@@ -26,8 +29,10 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
                 }
             }
         };
+        // A thread takes few matrices at a time if one needs much work, which grows as n³.
+        let block = rows::rows_per_block(square * size);
         // SAFETY: `write` writes every element of each matrix.
-        Ok(unsafe { rows::fill_rows(count, square, rows::rows_per_block(square * size), write) })
+        Ok(unsafe { rows::fill_rows(count, square, block, write) })
     })
     .map(|change| from_vec(change, &[count, size, size][..])))
 }
@@ -67,6 +72,8 @@ fn eliminate<R: Real>(system: &mut [R], size: usize) {
     }
 }
 
+/// The gradients (count, n (n - 1) / 2) of the upper triangles, from the gradient of the results and the results,
+/// (count, n, n) each.
 pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
     let (grad, change) = (contiguous(grad)?, contiguous(change)?);
     let (count, size) = (grad.dims()[0], grad.dims()[1]);

@@ -1,5 +1,7 @@
-//! Test cases of norms.
+//! Test cases of norms. A case has a label, the shapes of its inputs, and the call; the first input `x[0]` is the
+//! normalised one unless it is frozen, and scale and shift follow. Images and sequences have their features last.
 
+// `frozen(dims, like)` makes an input that needs no gradient. Of `like` it takes only dtype and device.
 use super::plain::{self, frozen};
 use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
@@ -10,7 +12,8 @@ fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
 
-/// Computes norm(x) + x[0]. When the backward pass of the norm runs, x[0] already has the gradient from the addition.
+/// Computes norm(x) + x[0]. When the backward pass of the norm runs, x[0] already has the gradient from the addition,
+/// so the norm's gradient must be added to it.
 fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     norm(x)?.add(&x[0])
 }
@@ -23,6 +26,7 @@ fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<
 
 fn layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
+    // The second argument is the number of trailing dimensions that are normalised together.
     let run = |x: &[Tensor]| super::layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain::layer_norm(x, &[x[0].rank() - 1], EPS);
     vec![
@@ -49,6 +53,7 @@ fn layer_norm() -> Vec<Case> {
 
 fn add_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
+    // The norm of x[0] + x[1]; scale and shift are x[2] and x[3].
     let run = |x: &[Tensor]| joined(super::add_layer_norm(&x[0], &x[1], 1, x.get(2), x.get(3), EPS)?);
     let plain = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;
@@ -59,6 +64,7 @@ fn add_layer_norm() -> Vec<Case> {
         Case::new("scale and shift", &[&[2, 3, 7], &[2, 3, 7], &[7], &[7]], run).plain(plain),
         Case::new("wide rows", &[&[5, 96], &[5, 96], &[96], &[96]], run).plain(plain),
         Case::new("no parameters", &[&[3, 7], &[3, 7]], run).plain(plain),
+        // Nothing reads the sum, so it gets no gradient.
         Case::new("norm alone", &[&[3, 8], &[3, 8], &[8]], |x| {
             Ok(super::add_layer_norm(&x[0], &x[1], 1, Some(&x[2]), None, EPS)?.1)
         }),
@@ -73,7 +79,8 @@ fn add_layer_norm() -> Vec<Case> {
 fn modulated_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
-    // x[0] is (batch, length, features); scale and shift, x[1] and x[2], are (batch, features).
+    // x[0] is (batch, length, features), or has other dimensions in place of the length; scale and shift, x[1] and
+    // x[2], are (batch, features).
     let plain = |x: &[Tensor]| {
         let normalised = plain::layer_norm(&x[..1], &[2], EPS)?;
         normalised.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
@@ -117,6 +124,7 @@ fn rms_norm() -> Vec<Case> {
 
 fn add_rms_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
+    // The norm of x[0] + x[1]; the scale is x[2].
     let run = |x: &[Tensor]| joined(super::add_rms_norm(&x[0], &x[1], x.get(2), EPS)?);
     let plain = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;
@@ -132,6 +140,7 @@ fn add_rms_norm() -> Vec<Case> {
 
 fn group_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
+    // Three groups of channels; x[0] is (batch, positions, channels) or (batch, height, width, channels).
     let run = |x: &[Tensor]| super::group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS);
     vec![
@@ -140,6 +149,7 @@ fn group_norm() -> Vec<Case> {
         Case::new("image", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("plus x", &[&[2, 5, 6], &[6]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[2, 4, 24], &[24]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
+        // Each group has one channel.
         Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
         Case::new("frozen input", &[&[6], &[6]], |x| {
             let input = frozen(&[2, 3, 6], &x[0])?;
@@ -152,6 +162,7 @@ fn group_norm() -> Vec<Case> {
 
 fn group_norm_silu() -> Vec<Case> {
     const EPS: f64 = 1e-6;
+    // Three groups of channels.
     let run = |x: &[Tensor]| super::group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS)?.silu();
     vec![

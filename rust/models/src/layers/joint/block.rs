@@ -1,4 +1,5 @@
-//! The double-stream block.
+//! The double-stream block of transformers such as SD3 and FLUX: image tokens and text tokens have weights of their
+//! own, and meet in joint attention.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
@@ -46,7 +47,8 @@ pub struct DoubleBlockKind {
 /// and of each network is normalised and modulated; the result is multiplied by a gate and added to the residual
 /// stream.
 pub struct DoubleBlock {
-    /// The layers that compute the modulation of the image and of the text; None if the model passes the modulation.
+    /// The layers that compute the modulation of the image and of the text (diffusers names them as parts of the
+    /// norms); None if the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
     names: DoubleBlockNames,
     dim: usize,
@@ -65,8 +67,8 @@ impl DoubleBlock {
     /// As [`Weights::get`].
     pub fn new(sizes: BlockSizes, kind: DoubleBlockKind, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
-        // Shift, scale and gate of each attention and of the feed-forward network. For a text that the block returns
-        // unchanged: shift and scale.
+        // The numbers of vectors (B, D) in the modulations: shift, scale and gate of each attention and of the
+        // feed-forward network. For a text that the block returns unchanged: shift and scale.
         let image_parts = if kind.dual { 9 } else { 6 };
         let text_parts = if kind.image_only { 2 } else { 6 };
         let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
@@ -88,8 +90,8 @@ impl DoubleBlock {
         })
     }
 
-    /// The modulation of the image and of the text, for [`forward`](Self::forward), from the condition `(B, D)` after
-    /// SiLU.
+    /// The modulation of the image and of the text, each (B, parts · D), for [`forward`](Self::forward), from the
+    /// condition `(B, D)` after SiLU.
     ///
     /// # Errors
     /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the block has no layers for the
@@ -132,8 +134,9 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image's feed-forward network comes last. Unless the gate's layer has an adapter, the backward pass does
-        // not read the result of the block's last linear layer, so a checkpoint does not recompute this result.
+        // The image's feed-forward network comes last, because a recomputation ends with the last value that the
+        // backward pass reads. Only the gradient of the gate reads the result of the block's last linear layer. So
+        // unless the gate's layer has an adapter, a checkpoint does not recompute this result.
         let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;
@@ -151,12 +154,14 @@ impl DoubleBlock {
         // Whether the layers that compute the gates of the image and of the text have adapters.
         let [adapts_image, adapts_text] =
             self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
+        // The block has a checkpoint of its own: no other block is recomputed together with it.
         let joins_previous = false;
         saved.block((area + length) * dim, joins_previous, |saved| {
             // The norms before the joint attention keep their inputs.
             saved.keep((area + length) * dim);
             self.attn.saved(area, length, saved);
             if let Some(attn2) = &self.attn2 {
+                // The input of the norm before the second attention.
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
@@ -171,6 +176,8 @@ impl DoubleBlock {
             saved.keep_product(area * dim, adapts_image);
             saved.keep_cheap(area * dim);
             self.ff.saved(area, saved);
+            // The block's last product: without an adapter at the gate, a recomputation ends before it (see `forward`),
+            // so selective checkpointing does not keep it either.
             saved.keep(if adapts_image { area * dim } else { 0 });
         });
     }
