@@ -24,6 +24,7 @@ impl WeightFile {
     /// # Errors
     /// As [`TensorFile::open`] and [`GgufFile::open`].
     pub fn open(path: &Path) -> Result<Self> {
+        // If the file cannot be read here, or is too short, `TensorFile::open` returns the error.
         let mut start = [0; gguf::MAGIC.len()];
         let is_gguf = File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == gguf::MAGIC;
         if is_gguf { Ok(Self::Gguf(GgufFile::open(path)?)) } else { Ok(Self::Safetensors(TensorFile::open(path)?)) }

@@ -20,8 +20,8 @@ pub(super) fn rows_per_block(len: usize) -> usize {
     (GRAIN / len.max(1)).max(1)
 }
 
-/// A new contiguous buffer of `rows` rows of `len` elements. Several threads call `write` with ranges of at most
-/// `block` rows and the elements of these rows.
+/// A new contiguous buffer of `rows` rows of `len` elements. Several threads call `write`, each time with the indices
+/// of at most `block` neighbouring rows and the memory of their elements.
 ///
 /// # Safety
 /// `write` must initialise every element that it is given.
@@ -42,9 +42,9 @@ pub(super) unsafe fn fill_rows<T: Elem>(
     result
 }
 
-/// One lane for each of the at most [`LANES`] `results`; the other lanes are `neutral`. The results are computed in one
-/// loop and joined to the partial sums in another ([`join`]): the compiler vectorises two simple loops for every
-/// element type, but not a single loop that does both.
+/// An array with the at most [`LANES`] `results`, filled up with `neutral`. This loop computes the results, and another
+/// ([`join`]) joins them to the partial sums: the compiler vectorises two simple loops for every element type, but not
+/// a single loop that does both.
 #[inline(always)]
 fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     let mut stage = [neutral; LANES];
@@ -54,7 +54,7 @@ fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     stage
 }
 
-/// Joins each lane of `stage` to the same lane of `lanes`.
+/// Joins each value of `stage` to the partial sum in the same lane of `lanes` by `operation`, such as an addition.
 #[inline(always)]
 fn join<R: Real>(lanes: &mut [R; LANES], stage: [R; LANES], operation: impl Fn(R, R) -> R) {
     for (lane, result) in lanes.iter_mut().zip(stage) {
@@ -62,7 +62,7 @@ fn join<R: Real>(lanes: &mut [R; LANES], stage: [R; LANES], operation: impl Fn(R
     }
 }
 
-/// Joins the lanes to one value, pair by pair.
+/// Joins the lanes to one value: the upper half of them to the lower half, then the upper half of these, and so on.
 #[inline(always)]
 fn fold<R: Real>(mut lanes: [R; LANES], operation: impl Fn(R, R) -> R) -> R {
     let mut width = LANES / 2;
@@ -85,8 +85,9 @@ fn larger<R: Real>(a: R, b: R) -> R {
     if b > a { b } else { a }
 }
 
-/// Joins the results of `f` for all elements of a row by `operation`. Lane i joins the elements i, i + [`LANES`], i + 2
-/// [`LANES`] and so on; then the lanes are folded to one value.
+/// Joins the results of `f` for all elements of a row by `operation`, whose neutral element is `neutral`. Lane i joins
+/// the elements i, i + [`LANES`], i + 2 [`LANES`] and so on, of which the last comes first: the rest of the row that
+/// fills no chunk. Then the lanes are folded to one value.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);

@@ -1,4 +1,5 @@
-//! Dequantization on CUDA, by `kernels/dequantize.cu`.
+//! Dequantization of matrices on CUDA, by `kernels/dequantize.cu`. A matrix consists of parts; each part has
+//! neighbouring rows, which were quantized together.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::dequantize::{DEQUANTIZE, Dequantize};
@@ -22,12 +23,12 @@ const BLOCKS: usize = 8;
 pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of(OP, &matrix.parts[0].codes)?;
     let out = empty(OP, gpu, &matrix.dims, dtype)?;
-    let mut start = 0;
+    let mut start = 0; // the number of elements in the parts before
     for parts in matrix.parts.chunks(MOST_PARTS) {
         let mut list = [QuantizedPart::default(); MOST_PARTS];
-        for (part, place) in parts.iter().zip(&mut list) {
-            *place = described(part, matrix.dims[1], start)?;
-            start += place.count;
+        for (part, description) in parts.iter().zip(&mut list) {
+            *description = described(part, matrix.dims[1], start)?;
+            start += description.count;
         }
         let largest = list.iter().map(|part| part.count as usize).max().unwrap_or(0);
         if largest == 0 {
@@ -47,7 +48,8 @@ const FIRST_GGML: u32 = 4;
 
 /// The kernel's description of a part whose first element is element number `start` of the matrix.
 fn described(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
-    // `format` is the number of the format in the kernel's `Format`.
+    // `format` is the number of the format in the kernel's `Format`. For nested scales (of NF4), `inner` has the codes
+    // of the scales, and `scales` and `offset` turn these codes into the scales.
     let (format, scales, inner, offset) = match &part.scales {
         Scales::Int8(scales) => (0, Some(scales), None, 0.0),
         Scales::Fp8(scales) => (1, Some(scales), None, 0.0),
@@ -56,6 +58,7 @@ fn described(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
         // The variants of `Ggml` are declared in the kernel's order.
         Scales::Ggml(format) => (FIRST_GGML + *format as u32, None, None, 0.0),
     };
+    // The address, or 0 (null) for None.
     let optional = |raw: Option<&Raw>| raw.map_or(Ok(0), |raw| address(OP, raw));
     Ok(QuantizedPart {
         codes: address(OP, &part.codes)?,

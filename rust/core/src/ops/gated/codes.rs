@@ -1,6 +1,6 @@
-//! Feed-forward networks whose weights multiply 8-bit codes. Three matrices exist only as codes: the result of the norm
-//! before the network, the result of the GEGLU and the gradient of the GEGLU's input (`kernels/norm_codes.cu`,
-//! `kernels/geglu_codes.cu`).
+//! Feed-forward networks with a GEGLU, whose two weights are quantized to 8-bit codes and multiply inputs that are
+//! rounded to codes too (W8A8). Three matrices exist only as codes: the result of the norm before the network, the
+//! result of the GEGLU and the gradient of the GEGLU's input (`kernels/norm_codes.cu`, `kernels/geglu_codes.cu`).
 
 use std::cell::Cell;
 
@@ -23,7 +23,7 @@ pub(super) static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_for
 /// The weight and the bias of a linear map.
 type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 
-/// The operands of a layer norm: scale and shift, and the number that is added to the variance.
+/// The operands of a layer norm: scale and shift (`affine`), and the number that is added to the variance (`eps`).
 type Norm<'a> = ([Option<&'a Tensor>; 2], f64);
 
 /// Computes s + `outer(geglu(inner(layer_norm(s))))` with [`geglu`] and [`layer_norm`], where s = x + residual, and
@@ -50,13 +50,15 @@ pub fn geglu_feed_forward(
         && x.dtype() == residual.dtype()
         && x.device().same_device(residual.device())
         && !affine.into_iter().flatten().any(Tensor::requires_grad);
+    // Everything runs as separate operations unless the fused operation supports both weights and the norm.
     let (Some(inner_weight), Some(outer_weight), true) = (fusable_weight(x, inner), fusable_weight(x, outer), fits)
     else {
         let (sum, normed) = add_layer_norm(x, residual, 1, affine[0], affine[1], eps)?;
         return network(&normed, &sum);
     };
     let norm = CodesNorm::new(x, affine, eps)?;
-    // The kernel that adds x and residual also computes the codes of the norm.
+    // The kernel that adds x and residual also computes the codes of the norm. The tape records the sum alone, so this
+    // cell takes the codes (`code_rows`: codes with their scales) and the norm's statistics out of the closure.
     let norm_codes = Cell::new(None);
     let sum = add_by(x, residual, || match norm.of_sum([&x.raw, &residual.raw], inner_weight.has_int8_codes())? {
         Some((sum, code_rows, statistics)) => {
@@ -70,6 +72,7 @@ pub fn geglu_feed_forward(
     };
     let op = GEGLU_FEED_FORWARD.name;
     check(op, &sum, inner.0, inner.1)?;
+    // The columns of the GEGLU's result, m.
     let width = inner_weight.dims()[0] / 2;
     // `outer` is checked against a view that has the shape of the GEGLU's result and a single element of memory.
     let mut geglu_view = sum.raw.clone();
@@ -83,6 +86,7 @@ pub fn geglu_feed_forward(
     for (weight, bias) in [inner, outer] {
         check_frozen(op, weight, bias)?;
     }
+    // Scale and shift are no inputs on the tape, but a checkpoint must know that the operation reads them.
     affine.into_iter().flatten().for_each(|parameter| checkpoint::reads(&[parameter]));
     let bias_of = |map: Map<'_>| map.1.map(|bias| bias.raw.clone());
     let (inner_bias, outer_bias) = (bias_of(inner), bias_of(outer));
@@ -90,6 +94,7 @@ pub fn geglu_feed_forward(
         &GEGLU_FEED_FORWARD,
         &[&sum],
         || {
+            // A product of codes is `None` if the device does not support it. Values are then multiplied instead.
             let y = match inner_weight.product_of_code_rows(&code_rows, inner_bias.as_ref(), sum.dtype())? {
                 Some(y) => y,
                 None => forward(&as_matrix(&norm.values(&sum)?)?, inner.0, inner_bias.as_ref())?,
@@ -102,7 +107,7 @@ pub fn geglu_feed_forward(
             };
             Ok((result.reshape(sum.shape())?, std::iter::once(y).chain(statistics).collect()))
         },
-        // `aux` has y, then the norm's statistics.
+        // `aux` has y, the result of `inner`, then the norm's statistics.
         |saver, _, aux| FeedForward {
             norm: norm.save(saver, &sum, &aux[1..]),
             shape: sum.shape().clone(),
@@ -121,7 +126,7 @@ fn fusable_weight<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantiz
         WeightRef::Quantized(weight)
             if fits
                 && weight.keeps_transposed_codes()
-                && weight.multiplies_codes(x.dtype(), 1)
+                && weight.multiplies_codes(x.dtype(), 1) // any number of rows above 0 gives the same answer
                 && !bias.is_some_and(Tensor::requires_grad) =>
         {
             Some(weight)
@@ -130,11 +135,13 @@ fn fusable_weight<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantiz
     }
 }
 
+/// The backward pass of [`geglu_feed_forward`] as one operation, whose only input is the sum.
 struct FeedForward {
     norm: CodesNormBackward,
     /// The shape of the sum.
     shape: Shape,
-    /// The result of the inner map, which is the input of the GEGLU, (rows, 2 m).
+    /// The result of the inner map, which is the input of the GEGLU, (rows, 2 m). Each row is of one vector of n
+    /// elements of the sum.
     y: Saved,
     inner: Quantized,
     outer: HeldWeight,
@@ -142,7 +149,8 @@ struct FeedForward {
 
 impl Backward for FeedForward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        if !context.needs(0) {
+        let sum = 0; // the index of the input
+        if !context.needs(sum) {
             return Ok(());
         }
         let (y, grad) = (self.y.get()?, context.grad().clone());
@@ -154,8 +162,8 @@ impl Backward for FeedForward {
                 HeldWeight::Quantized(self.inner.clone()).input_gradient(&inner_grad)?
             }
         };
-        // The sum reaches the result directly, and through the norm.
-        context.add(0, grad)?;
+        // The sum reaches the result directly, and through the norm. `norm.run` adds the gradient through the norm.
+        context.add(sum, grad)?;
         self.norm.run(context, &norm_grad.reshape(&self.shape)?)
     }
 }

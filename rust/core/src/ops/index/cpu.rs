@@ -4,7 +4,7 @@
 //! are indices in these three. If ids repeat, one thread adds the gradients of an element, in the order of the ids.
 
 use super::super::rows::rows_per_block;
-use super::positions;
+use super::checked_ids;
 use crate::compute::contiguous;
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
@@ -28,7 +28,7 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
 
 /// Computes `y[o, j, i] = x[o, ids[j], i]`.
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
-    let indices = positions(op, ids, x.dims()[dim])?;
+    let indices = checked_ids(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {
         return Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?);
     }
@@ -57,7 +57,7 @@ pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
 
 /// The gradient of [`select`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
-    let indices = positions(op, ids, size)?;
+    let indices = checked_ids(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let inner = inner_size(&dims, dim);
@@ -125,7 +125,7 @@ fn write_and_clear<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
 
 /// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
-    let indices = positions(op, ids, x.dims()[dim])?;
+    let indices = checked_ids(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {
         return Ok(x.contiguous()?.gather(&ids.contiguous()?, dim)?);
     }
@@ -151,7 +151,7 @@ pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) ->
 
 /// The gradient of [`gather`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
-    let indices = positions(op, ids, size)?;
+    let indices = checked_ids(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let (count, inner) = (g.dims()[dim], inner_size(&dims, dim));

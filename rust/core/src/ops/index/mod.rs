@@ -1,10 +1,10 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
 //! Ids are i64 or u32 and count from 0. An id out of range is an error; negative ids never wrap around. On the CPU the
-//! error names the id and its position among the ids. On CUDA it names only the position, and the next function that
-//! reads a value or waits for the device returns it; results computed from the id before that are undefined. If ids
-//! pick an element several times, its gradients are added in the order of the ids, so that the sum does not depend on
-//! the number of threads. The sum is in f32, or in f64 for f64.
+//! error names the id and its position among the ids. On CUDA the error names only the position, and the next function
+//! that reads a value or waits for the device returns the error; until then, results computed from the id are
+//! undefined. If ids pick an element several times, its gradients are added in the order of the ids, so that the sum
+//! does not depend on the number of threads. The sum is in f32, or in f64 for f64.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -25,8 +25,8 @@ static INDEX_SELECT: OpInfo = OpInfo::cheap("index_select");
 static GATHER: OpInfo = OpInfo::cheap("gather");
 static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
 
-/// Reads the ids in row-major order, and checks that each is below `size`.
-fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
+/// Copies the ids to the host in row-major order, and checks that each is from 0 to `size` - 1. For the CPU forms.
+fn checked_ids(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     let out_of_range = |id: i64, at: usize| {
         Error::index(
             op,
@@ -204,6 +204,7 @@ impl Tensor {
             || {
                 let mut dims = ids.dims().to_vec();
                 dims[dim] = self.dims()[dim];
+                // The ids reach no other elements.
                 let values = corner(&self.raw, &dims)?;
                 gather_raw(GATHER.name, &values, &ids.raw, dim, ids.dims()[dim])
             },
@@ -232,10 +233,12 @@ pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<T
     dims.push(features);
     let weight = match weight {
         WeightRef::Plain(weight) => weight,
+        // Quantized weights are frozen, so the tape records nothing.
         WeightRef::Quantized(matrix) => {
             let rows = matrix.select(EMBEDDING.name, &ids.raw)?;
             return rows.dequantize(matrix.dtype())?.reshape(dims);
         }
+        // `here` is the weight on its device, to which it was copied from the host for this use.
         WeightRef::Streamed(streamed) => return embedding(&streamed.here()?, ids),
     };
     record(

@@ -11,7 +11,8 @@ use crate::quantized::{Format, example};
 use crate::raw::from_vec;
 use crate::{Result, Tensor};
 
-/// The threshold of the Huber and smooth L1 losses.
+/// The argument `delta` of the Huber loss and `beta` of the smooth L1 loss: the |difference| at which the loss changes
+/// from a parabola to a line.
 const THRESHOLD: f64 = 0.7;
 
 /// `losses`, reduced by `reduction`.
@@ -23,27 +24,31 @@ fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
     }
 }
 
+/// The plain form of [`huber_loss`], in basic operations.
 fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor> {
     let difference = x[0].sub(&x[1])?;
     let clamped = difference.clamp(Some(-delta), Some(delta))?;
-    // For a difference d: d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond.
+    // The loss of a difference d is d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond. Both are c²/2 + δ (|d| - |c|)
+    // with d clamped to c.
     let beyond = difference.abs()?.sub(&clamped.abs()?)?.mul_scalar(delta)?;
     reduced(&clamped.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
 }
 
+/// The plain form of [`cross_entropy`]. A row with the target t has the loss `-(1 - smoothing) * log_p[t] - smoothing *
+/// mean(log_p)`, or 0 if t is [`IGNORE_INDEX`] (-100). The mean of the losses is over the rows that are not ignored.
 fn cross_entropy_plain(logits: &Tensor, targets: &[i64], smoothing: f64, reduction: Reduction) -> Result<Tensor> {
     let classes = logits.dims()[logits.rank() - 1];
     let log_p = logits.reshape((targets.len(), classes))?.log_softmax(1)?;
-    // Targets below 0 are ignored: id 0 replaces them, and the mask is 0 for their rows.
+    // The only target below 0 is `IGNORE_INDEX`: id 0 replaces it for `gather`, and the mask is 0 for its rows.
     let ids: Vec<i64> = targets.iter().map(|&t| t.max(0)).collect();
     let ids = Tensor::constant(from_vec(ids, (targets.len(), 1)));
     let mask: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
-    let labelled: f64 = mask.iter().sum();
+    let rows_in_mean: f64 = mask.iter().sum();
     let mask = Tensor::constant(from_vec(mask, targets.len()).to_dtype(logits.dtype())?);
     let at_target = log_p.gather(&ids, 1)?.squeeze(1)?.mul_scalar(smoothing - 1.0)?;
     let losses = at_target.add(&log_p.mean(&[1], false)?.mul_scalar(-smoothing)?)?.mul(&mask)?;
     match reduction {
-        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / labelled),
+        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / rows_in_mean),
         Reduction::Sum => losses.sum_all(),
         Reduction::None => losses.reshape(&logits.dims()[..logits.rank() - 1]),
     }
@@ -86,15 +91,16 @@ fn cross_entropy_case(
     .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))
 }
 
-/// A case of [`linear_cross_entropy`]: a head of 7 classes over states of 3 features. Each row has a weight if
-/// `weights` is given.
+/// A case of [`linear_cross_entropy`]: `x[0]` are hidden states (rows, 3), and `x[1]` is the weight (7, 3) of a
+/// language model's head, which computes the logits of 7 classes. `weights`, if given, has a factor for the loss of
+/// each row.
 fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'static [f32]>) -> Case {
     let rows = targets.len();
     let vector = move |values: &[f32], x: &Tensor| Tensor::from_vec(values.to_vec(), rows, x.device());
     Case::new(label, &[&[rows, 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), rows, x[0].device())?;
         let weights = weights.map(|weights| vector(weights, &x[0])).transpose()?;
-        // The sum is in f32 (f64 for f64). The result of the plain form has the dtype of the states.
+        // The sum is in f32, or in f64 for states in f64. The result of the plain form has the dtype of the states.
         linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())?.to_dtype(x[0].dtype())
     })
     .plain(move |x| {
@@ -115,8 +121,8 @@ enum HeadResult {
     LogProbs,
 }
 
-/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, NF4 blocks cross
-/// the ends of rows.
+/// A case with a quantized weight (7, 27) of a head of 7 classes, for states of 27 features. With rows of 27 elements,
+/// NF4's blocks of 64 elements cross the ends of rows.
 fn quantized_head_case(label: &'static str, format: Format, result: HeadResult) -> Case {
     const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
     Case::new(label, &[&[TARGETS.len(), 27]], move |x| {
@@ -157,7 +163,7 @@ pub static ENTRIES: &[Entry] = &[
         info: &regression::L1,
         cases: || {
             let cases = regression_cases(l1_loss, |x, reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction));
-            // The loss has a kink where the inputs are equal.
+            // The loss has a kink where the inputs are equal, so they must differ for finite differences.
             cases.into_iter().map(|case| case.domain(Domain::Distinct)).collect()
         },
     },
@@ -175,8 +181,10 @@ pub static ENTRIES: &[Entry] = &[
         cases: || {
             let mut cases = regression_cases(
                 |a, b, reduction| smooth_l1_loss(a, b, THRESHOLD, reduction),
+                // With a threshold above 0, the smooth L1 loss is the Huber loss divided by the threshold.
                 |x, reduction| huber_plain(x, THRESHOLD, reduction)?.mul_scalar(1.0 / THRESHOLD),
             );
+            // With a `beta` of 0, the loss is |difference|, which has a kink where the inputs are equal.
             let (dims, reduction): (&[usize], _) = (&[3, 5], Reduction::Mean);
             let without_threshold = |a: &Tensor, b: &Tensor, reduction| smooth_l1_loss(a, b, 0.0, reduction);
             let absolute = |x: &[Tensor], reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction);

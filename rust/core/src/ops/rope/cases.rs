@@ -1,10 +1,12 @@
-//! Test cases of rotary embeddings.
+//! Test cases of [`rope`], the rotary position embedding.
 
 use super::{ROPE, rope};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form of [`rope`]: rotates each pair of features (a, b) of `x (..., S, D)`.
+/// The plain form of [`rope`], in basic operations: rotates each pair of features (a, b) of `x (..., S, D)` by its
+/// angle, whose `cos` and `sin` are (S, D / 2). If `interleaved`, pair i has features 2 i and 2 i + 1, otherwise
+/// features i and D / 2 + i.
 pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: bool) -> Result<Tensor> {
     let (rank, half) = (x.rank(), x.dims()[x.rank() - 1] / 2);
     let (a, b) = if interleaved {
@@ -16,11 +18,11 @@ pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: b
     } else {
         (x.narrow(rank - 1, 0, half)?, x.narrow(rank - 1, half, half)?)
     };
-    let (to_a, to_b) = (a.mul(cos)?.sub(&b.mul(sin)?)?, a.mul(sin)?.add(&b.mul(cos)?)?);
+    let (rotated_a, rotated_b) = (a.mul(cos)?.sub(&b.mul(sin)?)?, a.mul(sin)?.add(&b.mul(cos)?)?);
     if interleaved {
-        Tensor::stack(&[&to_a, &to_b], rank)?.reshape(x.shape().clone())
+        Tensor::stack(&[&rotated_a, &rotated_b], rank)?.reshape(x.shape().clone())
     } else {
-        Tensor::cat(&[&to_a, &to_b], rank - 1)
+        Tensor::cat(&[&rotated_a, &rotated_b], rank - 1)
     }
 }
 
@@ -52,6 +54,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
         vec![
             case("halves", &[2, 3, 5, 6], false),
             case("interleaved", &[2, 3, 5, 6], true),
+            // Without a dimension before S and D, and without positions.
             case("one matrix", &[3, 2], false),
             case("empty", &[2, 0, 4], true),
         ]

@@ -32,10 +32,13 @@ pub struct Attention<'a> {
     pub op: &'static str,
     /// The shape of the scores: (..., queries, keys).
     pub scores: &'a [usize],
+    /// The factor of the scores before the softmax.
     pub scale: f64,
+    /// Whether query i sees only keys 0 to i.
     pub is_causal: bool,
 }
 
+// Settings with `VisibleKeys::Segments` do not come here: `varlen` makes its own. So visible keys are all or causal.
 impl<'a> From<&'a cpu::Attention> for Attention<'a> {
     fn from(cpu::Attention { scores, scale, visible_keys, .. }: &'a cpu::Attention) -> Self {
         Self { op: ATTENTION.name, scores, scale: *scale, is_causal: matches!(visible_keys, cpu::VisibleKeys::Causal) }
@@ -53,16 +56,8 @@ pub(super) struct Heads {
 impl Heads {
     /// The tensor, copied if the elements of a row are not contiguous or [`head_strides`] finds no strides.
     pub(super) fn new(op: &'static str, raw: &Raw) -> Result<Self> {
-        let is_dense = |raw: &Raw| raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
-        let strides = Some(raw).filter(|raw| is_dense(raw)).and_then(|raw| head_strides(raw.layout()));
-        let (raw, strides) = match strides {
-            Some(strides) => (raw.clone(), strides),
-            None => {
-                let raw = contiguous(raw)?;
-                let strides = head_strides(raw.layout()).unwrap_or(NO_STRIDES);
-                (raw, strides)
-            }
-        };
+        let rows_are_dense = raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
+        let (raw, strides) = with_strides(raw, rows_are_dense)?;
         Ok(Self { address: address(op, &raw)?, raw, strides })
     }
 
@@ -74,7 +69,7 @@ impl Heads {
         Mut::new(self.address, element(self.raw.dtype()))
     }
 
-    /// The address and the strides of a gradient that a kernel writes; null if there is no gradient.
+    /// The address and the strides of a gradient that a kernel writes; null and zeros if there is no gradient.
     pub(super) fn place(gradient: Option<&Self>) -> (Mut, Strides) {
         gradient.map_or((Mut::NULL, NO_STRIDES), |gradient| (gradient.output(), gradient.strides))
     }
@@ -87,17 +82,18 @@ impl Heads {
     }
 }
 
-/// The strides of an absent tensor.
+/// The strides of an absent tensor, which no kernel reads.
 const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
-/// The strides of batch, head and row; `None` if the dimensions before the heads cannot be merged into one.
+/// The strides of batch, head and row of a tensor (..., heads, rows, width); `None` if the dimensions before the heads
+/// cannot be merged into one, the batch. The stride of an absent dimension and of one of size 1 is 0.
 fn head_strides(layout: &Layout) -> Option<Strides> {
     let (dims, strides) = (layout.dims(), layout.stride());
     let rank = dims.len();
     let stride =
         |from_end: usize| rank.checked_sub(from_end).map_or(0, |i| if dims[i] == 1 { 0 } else { strides[i] as u64 });
     let mut batch: Option<u64> = None;
-    let mut merged = 1u64;
+    let mut merged = 1u64; // the product of the sizes of the merged dimensions
     for i in (0..rank.saturating_sub(3)).rev().filter(|&i| dims[i] != 1) {
         match batch {
             None => batch = Some(strides[i] as u64),
@@ -107,6 +103,16 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
         merged *= dims[i] as u64;
     }
     Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
+}
+
+/// The tensor and its [`head_strides`]; a contiguous copy of the tensor if it has none, or if `fits` is false.
+fn with_strides(raw: &Raw, fits: bool) -> Result<(Raw, Strides)> {
+    if let Some(strides) = head_strides(raw.layout()).filter(|_| fits) {
+        return Ok((raw.clone(), strides));
+    }
+    let raw = contiguous(raw)?;
+    // The dimensions of a contiguous tensor can always be merged, so `NO_STRIDES` does not occur here.
+    Ok((raw.clone(), head_strides(raw.layout()).unwrap_or(NO_STRIDES)))
 }
 
 /// A new tensor with the shape of `like`, except that its last dimension is `width`. If the heads of one row (query or
@@ -137,7 +143,7 @@ impl Attention<'_> {
             width: count(width)?,
             value_width: count(value_width)?,
             is_causal: u32::from(self.is_causal),
-            parts: 1,
+            parts: 1, // only the backward pass may split sums into more parts
             scale: self.scale,
         })
     }
@@ -147,21 +153,13 @@ impl Attention<'_> {
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
-        let strides = head_strides(mask.layout());
-        let (mask, strides) = match strides {
-            Some(strides) => (mask, strides),
-            None => {
-                let mask = contiguous(&mask)?;
-                let strides = head_strides(mask.layout()).unwrap_or(NO_STRIDES);
-                (mask, strides)
-            }
-        };
+        let (mask, strides) = with_strides(&mask, true)?;
         let key = mask.stride().last().copied().unwrap_or(0) as u64;
         let Strides { batch, head, row } = strides;
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
     }
 
-    /// Which tensor-core kernels support these operands; `None` if none do.
+    /// The tensor-core kernels for the width of these operands; `None` if none support the operands.
     pub(super) fn tensor_cores(
         &self,
         sizes: &AttentionShape,
@@ -289,6 +287,8 @@ impl Attention<'_> {
         let places = [destination(op, grads[0])?, destination(op, grads[1])?, destination(op, grads[2])?];
         let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(places.iter().flatten()).collect();
         let widest = self.tensor_cores(&sizes, &operands, mask);
+        // `hopper_backward` also reads `o`, 16 bytes at a time. `few_keys_backward` does not, but shares the check: the
+        // result of the forward pass is hardly ever not aligned.
         if let Some(widest) = widest.filter(|_| o.is_aligned()) {
             let log_sums = input(op, log_sums)?;
             let places = places.each_ref().map(Option::as_ref);
@@ -312,7 +312,7 @@ impl Attention<'_> {
                 (is_wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
             };
             let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
-            // A block computes the gradients of 64 keys and their values, or those of 64 queries.
+            // A block computes one part of the gradients of 64 keys and their values, or the gradient of 64 queries.
             let key_blocks = if wants_k_or_v { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
             let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
             let grid = [key_blocks + query_blocks, 1, 1];
@@ -404,7 +404,8 @@ impl Attention<'_> {
     }
 
     /// Sums the parts of the gradients of the keys and of the values; each part is what some of the queries contribute.
-    /// Does nothing for a gradient without parts. `sizes.heads` is the number of heads of keys, not of queries.
+    /// Does nothing for a gradient without parts. `sizes.heads` must be the number of heads of the keys. With grouped
+    /// queries (in `varlen`), queries have more heads than keys.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
@@ -434,7 +435,7 @@ impl Attention<'_> {
     /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are
     /// summed in parts, one part per range, to fill the device. There is at most one range for every 256 queries.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
-        /// The number of thread blocks that fills the device.
+        /// The number of thread blocks that fills the device: 3 for each of the 132 multiprocessors of an H100.
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
         (BLOCKS / blocks.max(1)).clamp(1, sizes.queries.div_ceil(256).max(1))
@@ -457,7 +458,7 @@ fn destination(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     Ok(Some(heads))
 }
 
-/// The widest head that a tensor-core kernel supports: 64 or 128 columns.
+/// The widest head that a tensor-core kernel supports, 64 or 128 columns. Such a kernel pads narrower heads.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
     W64,
@@ -465,7 +466,8 @@ pub(super) enum Width {
 }
 
 impl Width {
-    /// Bytes of shared memory of the forward kernel.
+    /// Bytes of shared memory of the forward kernel: for 64 queries, and for two stages of 64 keys and values (128 on
+    /// Hopper if there are 64 columns), with 2 bytes for each column.
     pub(super) const fn forward_shared(self, gpu: &Gpu) -> u32 {
         match self {
             Self::W128 => 81_920,

@@ -1,6 +1,7 @@
-//! f32 convolutions on tensor cores. Each f32 number becomes a sum hi + lo of two bf16 numbers, and an operand with `c`
-//! channels becomes a bf16 operand with 3 `c` channels. The convolution of such operands sums hi · hi, hi · lo and
-//! lo · hi, which together are nearly the f32 product. `conv.cu` describes the layout.
+//! The forward pass of f32 convolutions, and of linear maps as convolutions, on tensor cores. Each f32 number becomes a
+//! sum hi + lo of two bf16 numbers, and an operand with `c` channels becomes a bf16 operand with 3 `c` channels. The
+//! convolution of such operands sums hi · hi, hi · lo and lo · hi, which together are nearly the f32 product. `conv.cu`
+//! describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -23,15 +24,16 @@ pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 /// their hi.
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// Splits a dense f32 operand with rows of `channels` numbers by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns
-/// bf16 numbers of shape (rows, 3 · channels), with `channels` rounded up to a multiple of 8.
+/// Splits a dense f32 operand with rows of `channels` numbers (the channels of a pixel of the image, or of an element
+/// of the weight's kernel) by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns bf16 numbers of shape (rows, 3 ·
+/// channels), with `channels` rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
     let to = empty(op, gpu, &[rows, PARTS * padded], DType::BF16)?;
     let function = gpu.function(side, suffix(op, DType::F32)?)?;
     let shape = Shape::flat(rows * padded / GROUP, 1);
-    // The kernel multiplies 3 · `padded` in 32 bits.
+    // The kernel computes 3 · `padded` in 32 bits, so this checks that the product fits.
     count32(op, PARTS * padded)?;
     let arguments = PairsLeft {
         to: output(op, &to)?,
@@ -49,8 +51,10 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
 /// weight; `None` if the kernels for tensor cores do not support this convolution.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
+    // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // Channels are padded, and new tensors are aligned, so only groups and kernel size are left to check.
+    // Channels are padded, and new tensors are aligned, so `fits` gets no channels and no addresses to check: only
+    // groups and kernel size are left.
     if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
         return Ok(None);
     }
@@ -58,8 +62,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
 }
 
 /// Computes y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a
-/// convolution of one line of pixels. The caller has checked that both have the same k. Returns `None` if `x` is empty
-/// or products are not computed [in pairs](crate::compute::with_bf16_pairs).
+/// convolution of an image of height 1 with a pixel for each row of x. The caller has checked that both have the same
+/// k. Returns `None` if `x` is empty or products are not computed [in pairs](crate::compute::with_bf16_pairs).
 ///
 /// # Errors
 /// [`Error::Shape`] if `x` or `weight` is not a matrix.
