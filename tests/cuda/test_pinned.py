@@ -1,4 +1,8 @@
-"""A probe finds how much memory the driver pins. A run that needs more changes its plan."""
+"""A probe finds how much host memory the driver pins. A run that needs more changes its plan.
+
+The fixture `cuda` runs snippets on a simulated GPU, whose kernels do not compute. Its log has the
+calls of the driver; `mark(name)`, which every snippet can call, writes a mark to the log.
+"""
 
 import json
 from pathlib import Path
@@ -14,15 +18,18 @@ def total_bytes(calls: list[Any]) -> int:
 
 
 @pytest.mark.parametrize(
+    # The bytes that the simulated driver can pin (None: any number), that the probe is asked for,
+    # and that it finds.
     ("limit", "wanted", "expected"),
     [
         # The driver pins everything that is wanted; the last step is the rest.
         (None, 300 * MIB + 5, 300 * MIB + 5),
         (None, 0, 0),
-        # The steps are 64, 128, 256, ... MiB. After a failure, they are halved, down to 64 MiB.
+        # The probe pins steps of 64, 128, 256, ... MiB and keeps them. After a failure, steps are
+        # halved, down to 64 MiB. It pins 64 + 128 of 200 MiB, and 64 + 128 + 128 of 330 MiB.
         (200 * MIB, 1024 * MIB, 192 * MIB),
         (330 * MIB, 1024 * MIB, 320 * MIB),
-        # The smallest step of 64 MiB fails, but the driver pins 19 MiB if no more is wanted.
+        # The smallest step of 64 MiB fails at 20 MiB. If only 19 MiB are wanted, they are the step.
         (20 * MIB, 1024 * MIB, 0),
         (20 * MIB, 19 * MIB, 19 * MIB),
     ],

@@ -24,6 +24,7 @@ from trainable_candle.errors import DatasetError
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
+# A line that can be used: a conversation with one answer.
 GOOD = {
     "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so it is"}]
 }
@@ -80,6 +81,7 @@ def test_parquet_gives_the_same_tokens_or_needs_pyarrow(
         with pytest.raises(ModuleNotFoundError, match=r'install "trainable-candle\[parquet\]"'):
             load(path, tokenizer)
         return
+    # In Parquet files, tools are JSON text.
     rows = [{**GOOD, "tools": json.dumps([{"name": "f"}])}]
     parquet.write_table(pa.Table.from_pylist(rows), path)
     assert ids(load(path, tokenizer)) == ids(
@@ -105,6 +107,7 @@ def test_bad_lines_are_reported_with_number_and_field(
     with pytest.raises(DatasetError) as caught:
         load(path, tokenizer)
     message = str(caught.value)
+    # Line 4 is empty, which is no error, and is not counted.
     assert "3 of 4 lines" in message
     assert "--skip-bad" in message
     assert "a.jsonl, line 2: is not JSON" in message
@@ -128,9 +131,10 @@ def test_tokens_that_the_model_lacks_are_reported_with_their_line(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": "so"}, {"text": "so Be"}, {"text": "so"})
+    # The model has as many tokens as the text "so" needs.
     known = load(write_lines(tmp_path / "b.jsonl", {"text": "so"}), tokenizer)
     vocabulary = int(known.examples[0].ids.max()) + 1
-    # The second line has a token with a larger id than `vocabulary` allows.
+    # The second line of `path` has a token with a larger id than `vocabulary` allows.
     largest = max(int(example.ids.max()) for example in load(path, tokenizer).examples)
     message = rf"line 2: has the token .* \({largest}\), and the model has {vocabulary} tokens"
     with pytest.raises(DatasetError, match=message):
@@ -199,12 +203,13 @@ def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None
     assert list(map(len, cut.examples)) == [short, short]
     assert cut.counts.cut_tokens == long - short
     assert f"1 example longer than {short} tokens: {long - short} cut off" in cut.summary()
-    # The second answer of the second example has lost its stop token.
+    # The second example had two answers, and truncation has cut off the second of them.
     assert (cut.counts.stops, cut.counts.answers) == (2, 3)
 
 
 def test_data_without_tokens_to_learn_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     path = write_lines(tmp_path / "a.jsonl", GOOD)
+    # The first 5 tokens are all in the user's turn.
     with pytest.raises(DatasetError, match="no token would be learnt: the answers are beyond"):
         load(path, tokenizer, sequence_length=5)
     length = len(load(path, tokenizer).examples[0])
@@ -223,9 +228,11 @@ def example(length: int, first_id: int) -> Tokens:
     """Return an example with consecutive ids. Tokens 0, 3, 6, ... of the example are not learnt."""
     token_ids = np.arange(first_id, first_id + length)
     learnt = np.arange(length) % 3 > 0
-    return Tokens(token_ids, learnt, (), 1)
+    return Tokens(token_ids, learnt, stops=(), answers=1)
 
 
+# Examples of these lengths are packed into rows of at most `ROW_LENGTH` tokens.
+ROW_LENGTH = 16
 LENGTHS = [9, 4, 4, 7, 1, 2, 16, 5, 4, 3, 3, 6]
 # No two examples have a token id in common.
 EXAMPLES = [example(length, 100 * n) for n, length in enumerate(LENGTHS, 1)]
@@ -242,11 +249,12 @@ def test_best_fit_uses_the_fullest_bin_that_has_room_and_needs_few_bins() -> Non
     assert len(bins) <= 1.02 * sum(lengths) / 100 + 1
 
 
+# `shapes` is the greatest number of different lengths to which batches are padded; 0: no padding.
 @pytest.mark.parametrize("shapes", [0, 2])
 def test_every_epoch_has_every_example_once_in_an_order_that_follows_from_the_seed(
     shapes: int,
 ) -> None:
-    packer = PackedRows(EXAMPLES, 16, 1, seed=3, shapes=shapes)
+    packer = PackedRows(EXAMPLES, ROW_LENGTH, batch_size=1, seed=3, shapes=shapes)
     epochs = []
     for epoch in range(2):
         seen: Counter[int] = Counter()
@@ -256,16 +264,18 @@ def test_every_epoch_has_every_example_once_in_an_order_that_follows_from_the_se
             seen.update(batch.input_ids[batch.input_ids > 0].tolist())
         epochs.append(seen)
     assert epochs[0] == epochs[1] == Counter(n for e in EXAMPLES for n in e.ids.tolist())
-    again = PackedRows(EXAMPLES, 16, 1, seed=3, shapes=shapes)
+    again = PackedRows(EXAMPLES, ROW_LENGTH, batch_size=1, seed=3, shapes=shapes)
     assert again.batch(5).input_ids.tolist() == packer.batch(5).input_ids.tolist()
 
 
 @pytest.mark.parametrize("shapes", [1, 4])
 def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: int) -> None:
-    packer = PackedRows(EXAMPLES, 16, 2, seed=1, shapes=shapes)
+    batch_size = 2
+    packer = PackedRows(EXAMPLES, ROW_LENGTH, batch_size, seed=1, shapes=shapes)
     # The lengths of batches are multiples of this many tokens.
-    length_step = 2 * 16 // shapes
+    length_step = batch_size * ROW_LENGTH // shapes
     found_shapes = set()
+    # As many batches as an epoch has rows: two epochs.
     for number in range(packer.rows):
         batch = packer.batch(number)
         found_shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
@@ -285,12 +295,13 @@ def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: i
             counted = targets != IGNORED
             following = batch.input_ids[begin + 1 : end]
             assert (targets[counted] == following[counted]).all()
+            # As in `example`, whose token 0 is no target.
             assert counted.tolist() == [n % 3 > 0 for n in range(1, end - begin)]
     assert len(found_shapes) <= shapes
 
 
 def test_validation_reads_every_token_once() -> None:
-    batches = in_order(EXAMPLES, 16, 3)
+    batches = in_order(EXAMPLES, ROW_LENGTH, batch_size=3)
     seen = Counter(n for batch in batches for n in batch.input_ids.tolist())
     assert seen == Counter(n for e in EXAMPLES for n in e.ids.tolist())
     # The first token of an example is no target.
@@ -303,6 +314,7 @@ def test_the_summary_of_a_part_counts_its_own_examples(
     long = {"instruction": "say", "output": "well " * 40}
     short = {"instruction": "say", "output": "so"}
     path = write_lines(tmp_path / "a.jsonl", short, long, short, long, short, {"text": 1})
+    # Truncation to 24 tokens cuts the ends of both long answers off.
     whole = load(path, tokenizer, sequence_length=24, skip_bad=True)
     length = len(load(write_lines(tmp_path / "b.jsonl", long), tokenizer).examples[0])
     assert "3 of 5 answers end in a stop token" in whole.summary()

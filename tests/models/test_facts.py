@@ -1,4 +1,7 @@
-"""`tc.inspect` reads from headers the facts of loaded models, and reports damaged pipelines."""
+"""`tc.inspect` reads from the headers of files what loaded models have, and finds damaged files.
+
+Its result, the facts, has the model's name and a description of each part of the pipeline.
+"""
 
 import shutil
 from pathlib import Path
@@ -15,6 +18,7 @@ PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 @pytest.mark.parametrize("name", PARTS)
 def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: str) -> None:
+    # A pipeline in folders (a tiny SDXL), and the same models in one file.
     for path in (GOLDEN, single_file):
         facts = tc.inspect(path)
         assert (facts.model, tuple(sorted(facts.parts))) == ("sdxl", tuple(sorted(PARTS)))
@@ -23,6 +27,7 @@ def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: 
         assert type(model).__name__ == part.class_name
         tensors = {key: list(tensor.shape) for key, tensor in model.named_tensors().items()}
         assert part.tensors == tensors
+        # `elements` is the number of all values.
         assert part.elements == sum(tc.zeros(tuple(shape)).numel() for shape in tensors.values())
         assert part.dtype == "bf16"
         assert (
@@ -39,6 +44,7 @@ def test_folders_of_one_model_are_inspected_and_wrong_model_names_are_rejected(
     folder = tmp_path / "digits"
     models.DigitsTransformer().save_pretrained(folder)
     digits_facts = tc.inspect(folder)
+    # The pipeline of the digits is a single model, whose part has no folder of its own.
     assert (digits_facts.model, list(digits_facts.parts)) == ("digits", [""])
     assert digits_facts.resolution == 8
     with pytest.raises(tc.WeightsFormatError, match="it has no folder unet, vae, text_encoder"):
@@ -48,7 +54,7 @@ def test_folders_of_one_model_are_inspected_and_wrong_model_names_are_rejected(
 
 
 def test_select_and_plan_agree_with_the_adapter_of_a_model() -> None:
-    model = models.load(GOLDEN)
+    model = models.load(GOLDEN)  # without `subfolder`: the UNet
     layers = tc.inspect(GOLDEN).parts["unet"].layers
     config = tc.LoraConfig(r=4, target_modules=["to_(q|k)"], rank_pattern={"to_k": 2})
     selected = config.select(layers)
@@ -57,6 +63,7 @@ def test_select_and_plan_agree_with_the_adapter_of_a_model() -> None:
         name: var.shape[0] for name, var in parameters.items() if name.endswith("lora_A.weight")
     }
     assert set(selected.values()) == {2, 4}
+    # The number of trained parameters, and the bytes of the optimizer's state.
     count, state_bytes = config.plan(layers, "adamw")
     assert count == sum(var.numel() for var in parameters.values())
     # AdamW keeps two values in f32 for each parameter.
@@ -81,7 +88,7 @@ def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
     write_index(pipeline, '{"_class_name": "StableDiffusionXLPipeline"}')
     assert sorted(tc.inspect(pipeline).parts) == sorted(PARTS)
     weights = next((pipeline / "vae").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:100])
+    weights.write_bytes(weights.read_bytes()[:100])  # ends inside the header
     with pytest.raises(tc.WeightsFormatError, match=f"vae/{weights.name}"):
         tc.inspect(pipeline)
     shutil.rmtree(pipeline / "vae")

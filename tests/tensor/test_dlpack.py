@@ -51,6 +51,7 @@ def test_exported_memory_outlives_the_tensor():
     array = np.from_dlpack(t)
     del t
     gc.collect()
+    # If the memory had been freed, one of these tensors could overwrite it.
     _ = [tc.zeros(1000, dtype="f64") for _ in range(10)]
     np.testing.assert_array_equal(array, np.arange(1000.0))
 
@@ -64,16 +65,17 @@ def test_torch_shares_memory(dtype):
     found[0, 0] = 5
     assert t[0, 0].item() == 5
     assert tc.tensor(found).tolist() == t.tolist()
+    # A variable cannot be exported.
     with pytest.raises(tc.AutogradError, match=r"detach\(\) it first"):
         torch.from_dlpack(tc.Var([1.0]))
 
 
 def test_old_consumers_get_a_copy_by_default():
     class OldConsumer:
-        """Passes only `options` to the tensor's `__dlpack__`, whatever the consumer passes.
+        """Gives numpy a tensor, and passes `options`, not numpy's arguments, to its `__dlpack__`.
 
-        By default, this is a consumer of DLPack before 1.0: it passes no `max_version`, and it
-        cannot know that memory is read-only.
+        Without `options`, the tensor sees a consumer of DLPack before 1.0, which passes no
+        `max_version`, and which cannot know that memory is read-only.
         """
 
         def __init__(self, tensor, **options):
@@ -173,6 +175,7 @@ def test_a_capsule_is_used_once():
 def test_import_rejects_what_it_cannot_copy():
     with pytest.raises(tc.ArgumentError, match="from_dlpack: list has no __dlpack__"):
         tc.from_dlpack([1])
+    # Code 5 is complex, code 1 unsigned integers.
     with pytest.raises(tc.DTypeError, match="dlpack: elements of DLPack type code 5, 128 bits"):
         tc.from_dlpack(np.array([1j]))
     with pytest.raises(tc.DTypeError, match="dlpack: elements of DLPack type code 1, 64 bits"):
@@ -181,6 +184,8 @@ def test_import_rejects_what_it_cannot_copy():
 
 def test_producers_without_the_version_argument_are_read():
     class OldProducer:
+        """A producer of DLPack before 1.0, whose `__dlpack__` takes no `max_version`."""
+
         def __dlpack__(self):
             return tc.tensor([4.0]).__dlpack__()
 

@@ -33,7 +33,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         row_length,
     )
 
-    family = CausalLM(weights_of(CausalLM.name, given.get("weights")), None, "cpu")
+    weights = weights_of(CausalLM.name, given.get("weights"))
+    family = CausalLM(weights, dtype=None, device="cpu")  # only its tokenizer and settings are used
     tokenizer, settings = family.tokenizer, _settings(family)
     vocabulary = settings.get("vocab_size")
     if vocabulary is not None:
@@ -53,6 +54,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         print(f"\nexample {number}: {len(example)} tokens, {learnt} learnt")
         print(shown(example, tokenizer, colour=colour))
     print(f"\n{tokenizer.summary()}\n{train.summary()}")
+    # Training packs several examples into each row.
     rows = len(best_fit([len(example) for example in train.examples], options.sequence_length))
     percent = 100 * train.tokens / (rows * options.sequence_length)
     print(f"  packed: {rows} rows of {options.sequence_length} tokens, {percent:.0f} % full")
@@ -62,7 +64,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _settings(family: CausalLM) -> Mapping[str, Any]:
-    """Return the model's settings; empty if there is neither a GGUF file nor a `config.json`."""
+    """Return the model's configuration; empty if there is neither a GGUF file nor `config.json`."""
     # An expensive import, after the flags are parsed.
     from trainable_candle.text.tokenizer_files import read_object  # noqa: PLC0415
 
@@ -90,12 +92,15 @@ def make_parser(program: str) -> Parser:
         "--dataset", metavar="PATH", help="file or folder of examples, or a data set of the hub"
     )
     group.add_argument(
-        "--examples", metavar="N", type=whole(0), help="number of examples to show (default: 3)"
+        "--examples",
+        metavar="N",
+        type=whole(least=0),
+        help="number of examples to show (default: 3)",
     )
     group.add_argument(
         "--sequence-length",
         metavar="N",
-        type=whole(2),
+        type=whole(least=2),
         help="most tokens of an example (default: 2048, or the model's context if it is shorter)",
     )
     group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")

@@ -27,12 +27,12 @@ SINGLE: Final = "model.safetensors"
 """The name of a single weight file."""
 AT_ONCE: Final = 2**21
 """The number of elements of a weight that are merged at a time, so that they stay in CPU caches.
-The number is small enough that changed elements can be counted exactly in f32."""
+`_sum` counts the changed ones among them in f32, which is exact up to 2**24."""
 
 
 @dataclass
 class Merged:
-    """How many weights were merged, and how much of the adapter's change remains after rounding."""
+    """How much of an adapter's change of the weights remains after rounding to their dtype."""
 
     files: int = 0
     """The number of weight files written."""
@@ -41,9 +41,9 @@ class Merged:
     changed: int = 0
     """How many of these elements differ from the original ones after rounding."""
     squared_change: float = 0.0
-    """The squared norm of the exact change."""
+    """The squared Euclidean norm of the change before rounding, over all these elements."""
     squared_loss: float = 0.0
-    """The squared norm of what rounding took from the change."""
+    """The squared Euclidean norm of the difference between changes before and after rounding."""
 
     @property
     def lost(self) -> float:
@@ -78,6 +78,7 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
             folder of an unquantized model, or no file has the weight of an adapted layer.
         OSError: a file cannot be written.
     """
+    # `unmerged` are the adapted layers whose weight has not been found yet.
     unmerged, result = dict(adapter.layers), Merged()
     for name in shards(weights):
         tensors = tc.load_file(weights / name)
@@ -87,6 +88,7 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
             factors = unmerged.pop(layer, None) or unmerged.pop(f"model.{layer}", None)
             if factors is not None:
                 tensors[key] = _sum(weight, factors, result)
+        # transformers requires this entry of the metadata.
         tc.save_file(tensors, output / name, {"format": "pt"})
         result.files += 1
     if unmerged:
@@ -118,7 +120,7 @@ def remove_quantization(folder: Path) -> None:
 
 
 def shards(weights: Path) -> list[str]:
-    """Return the names of the weight files in a model's folder.
+    """Return the names of the weight files in a model's folder; check that they can be merged.
 
     Raises:
         MissingFileError: the folder has no weight files, or `weights` is a file.
@@ -153,9 +155,10 @@ def shards(weights: Path) -> list[str]:
 
 
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
-    """Return the weight `before`, [out, in] in f32, plus `up @ down` of its adapter.
+    """Return the weight `before`, (out, in) in f32, plus `up @ down` of its adapter.
 
-    With a magnitude (DoRA), each row of the sum is scaled to the Euclidean norm in the magnitude.
+    With a magnitude (DoRA), each row of the sum is scaled so that its Euclidean norm is the row's
+    element of the magnitude.
     """
     exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
     if factors.magnitude is None:
@@ -165,15 +168,15 @@ def add_factors(before: Tensor, factors: Factors) -> Tensor:
 
 
 def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
-    """Return the weight with its adapter, and add its counts and norms to `result`.
+    """Return the weight with its adapter, in its dtype; add its counts and norms to `result`.
 
-    Only some rows are computed at a time.
+    Only `AT_ONCE` elements, in whole rows, are computed at a time.
     """
     count, width = weight.shape
-    step = max(1, AT_ONCE // width)
+    rows_at_once = max(1, AT_ONCE // width)
     parts = []
-    for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
+    for start in range(0, count, rows_at_once):
+        rows = slice(start, min(start + rows_at_once, count))
         before = weight[rows].to("f32")
         exact = add_factors(before, factors.rows(rows))
         after = exact.to(str(weight.dtype))

@@ -1,7 +1,7 @@
 """Tools for LoRAs: reducing ranks, combining files, extracting a LoRA from a fine-tuned model.
 
-`loftq` and `start_from_rounding` compute initial factors that reduce the error of quantization;
-`pissa` computes the principal part of a weight as factors.
+`loftq` and `start_from_rounding` compute initial factors of a LoRA that reduce the error of
+quantizing the base; `pissa` computes initial factors that are the principal part of a weight.
 """
 
 from trainable_candle.lora.extract import extract

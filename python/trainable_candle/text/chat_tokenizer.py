@@ -76,6 +76,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.tokens = dict(tokens)
         self.has_template = bool(templates)
+        # The variables of the templates. `END` is what the template CHATML writes after each turn.
         variables = dict(self.tokens)
         if not templates:
             templates = {DEFAULT: CHATML}
@@ -108,9 +109,10 @@ class ChatTokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
         folder = Path(folder).expanduser()
+        # The metadata in the header of a GGUF file.
         facts = gguf_facts(folder) if folder.is_file() and folder.suffix == ".gguf" else None
         if facts is not None:
-            return cls(*gguf_tokenizer.read(folder, facts))
+            return cls(*gguf_tokenizer.read(folder, facts))  # `read` returns the arguments
         folder = folder.parent if folder.is_file() else folder
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -135,7 +137,7 @@ class ChatTokenizer:
 
     @property
     def size(self) -> int:
-        """The number of tokens, including added tokens."""
+        """The number of tokens in the vocabulary, including the tokens that were added to it."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
@@ -186,6 +188,7 @@ class ChatTokenizer:
             question = [{"role": "user", "content": "a"}]
             before = self.render(question, generation_prompt=True).text
             conversation = [*question, {"role": "assistant", "content": "b"}]
+            # What the template writes for the answer "b", with the end of its turn.
             answer = self.render(conversation).text.removeprefix(before)
         except ValueError:
             return ends
@@ -225,7 +228,7 @@ class ChatTokenizer:
         return [Encoded(encoding) for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens; `special` includes the text of special tokens."""
+        """Return the text of tokens; with special tokens only if `special` is true."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 

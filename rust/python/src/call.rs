@@ -18,8 +18,8 @@ pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> 
     if elements < RELEASE_FROM { catch_panics(work) } else { detached(py, work) }
 }
 
-/// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, the thread waits for the
-/// GPU without holding the GIL.
+/// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, release the GIL, because
+/// the thread waits for the GPU.
 #[inline]
 pub fn reading<T: Send>(py: Python<'_>, tensor: &tc::Tensor, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }
@@ -30,7 +30,8 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + 
     py.detach(|| catch_panics(work))
 }
 
-/// Run `work` with the GIL as the caller has it, because `work` is short (a view, a small tensor) or needs the GIL.
+/// Run `work`, convert a panic to an error, and neither take nor release the GIL. Bindings call this directly for
+/// `work` that is short (a view, a small tensor) or needs the GIL.
 #[inline]
 pub fn catch_panics<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
     // Catching a panic is safe: the values of tensors are immutable and so intact, and poisoned locks remain usable.

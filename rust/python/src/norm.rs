@@ -60,6 +60,7 @@ pub fn layer_norm(
 ) -> Result<Tensor> {
     let eps = eps.get("layer_norm", "eps")?;
     let dims = trailing_dims("layer_norm", &input.0, &normalized_shape)?;
+    // Here and below, `compute` releases the GIL if the input has many elements.
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
@@ -199,6 +200,7 @@ pub fn group_norm(
 ) -> Result<Tensor> {
     let eps = eps.get("group_norm", "eps")?;
     let num_groups = num_groups.count("group_norm", "num_groups")?;
+    // `with_channels_last` calls `apply` with the input in the layout (B, ..., C), whatever the input's layout is.
     let apply = |x: &tc::Tensor| norms::group_norm(x, num_groups, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }

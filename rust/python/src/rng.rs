@@ -27,6 +27,7 @@ use crate::types::Anything;
 ///     ArgumentError: if the seed is out of range.
 #[pyfunction]
 pub fn manual_seed(seed: Integer) -> Result<()> {
+    // `word` returns the argument as u64, or an error with these names if it does not fit.
     rng::manual_seed(seed.word("manual_seed", "seed")?);
     Ok(())
 }
@@ -96,6 +97,7 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
 ///     The exceptions of the function.
 #[pyfunction]
 pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyResult<Anything<'py>> {
+    // Until `_stream` is dropped, this thread draws from the separate generator.
     let _stream = rng::Stream::enter(State { seed: seed.word("draw_from", "seed")?, offset: 0 });
     function.call(py, &[]).map(Anything)
 }
@@ -125,12 +127,13 @@ pub fn normal_samples(
     const OP: &str = "normal_samples";
     let mut dims = shape.iter().map(|size| size.count(OP, "a size")).collect::<Result<Vec<_>>>()?;
     dims.insert(0, samples.len());
-    let (samples, seed, purpose) = (words(OP, &samples)?, seed.word(OP, "seed")?, purpose.parse::<Purpose>()?);
+    let (samples, seed, purpose) = (sample_numbers(OP, &samples)?, seed.word(OP, "seed")?, purpose.parse::<Purpose>()?);
     let sample_size: usize = dims[1..].iter().product();
     let draw = || {
         let values = rng::normal_samples(seed, purpose, &samples, sample_size);
         tc::Tensor::from_vec(values, dims.as_slice(), &tc::Device::Cpu)
     };
+    // `compute` releases the GIL if there are many values to draw.
     compute(py, samples.len() * sample_size, draw).map(Tensor)
 }
 
@@ -138,6 +141,6 @@ pub fn normal_samples(
 ///
 /// # Errors
 /// `TypeError` if one is not an integer, `ArgumentError` if one is out of range.
-pub fn words(op: &'static str, numbers: &[Integer]) -> Result<Vec<u64>> {
+pub fn sample_numbers(op: &'static str, numbers: &[Integer]) -> Result<Vec<u64>> {
     numbers.iter().map(|number| number.word(op, "a sample's number")).collect()
 }

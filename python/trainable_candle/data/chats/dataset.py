@@ -46,7 +46,11 @@ class TextOptions:
 
 @dataclass
 class Counts:
-    """What was counted while the lines of a data set were read."""
+    """What was counted while the lines of a data set were read.
+
+    The form of a line is the set of fields that it has, such as `messages` or `prompt` and
+    `completion`.
+    """
 
     forms: Counter[str] = field(default_factory=Counter)
     """For each form's name, the number of lines that have this form."""
@@ -59,7 +63,7 @@ class Counts:
     cut_tokens: int = 0
     """Tokens cut off from all truncated examples together."""
     unlearnt: int = 0
-    """Examples without a token to learn, often because the answer was truncated."""
+    """Examples that were left out because they have no token to learn, often after truncation."""
     answers: int = 0
     """Answers to learn, counted before examples are truncated."""
     stops: int = 0
@@ -187,6 +191,7 @@ def has_pairs(path: Path) -> bool:
 def _load(
     files: Sequence[Path], place: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> TextDataset:
+    """Return the data set in `files`; `place` is the file or folder that messages name."""
     counts, line_count = Counts(), 0
     examples: list[Tokens | Pair] = []
     for file in files:
@@ -195,6 +200,7 @@ def _load(
         rows = read_rows(file)
         while chunk := list(islice(rows, AT_ONCE)):
             line_count += len(chunk)
+            # Texts of usable lines that are not tokenized yet, with the place of each line.
             drafts: list[tuple[str, tuple[Draft, ...]]] = []
             for row in chunk:
                 try:
@@ -202,7 +208,7 @@ def _load(
                         raise RowError(row.reason)
                     form = form or _form(row)
                     drafts.append((row.place, _drafts(row, form, tokenizer, options)))
-                except ValueError as error:
+                except ValueError as error:  # or its subclass `RowError`
                     counts.bad.append(f"{row.place}: {error}")
                     continue
                 counts.forms[form.name] += 1
@@ -267,11 +273,13 @@ def _examples(
     """
     encoded: list[Encoded] = []
     all_drafts = chain.from_iterable(line_drafts for _, line_drafts in drafts)
-    # All texts of one call of `encode_all` have the same `special`.
+    # All texts of one call of `encode_all` have the same `special`: whether the tokenizer adds
+    # tokens around a text.
     for special, group in groupby(all_drafts, lambda draft: draft.special):
         encoded += tokenizer.encode_all([draft.text for draft in group], special=special)
     tokens = iter(encoded)
     for place, line_drafts in drafts:
+        # A line has one text, or the two texts of a pair.
         example = labelled(line_drafts, list(islice(tokens, len(line_drafts))))
         problem = unknown_token(example.ids, tokenizer, options.vocabulary)
         if problem:
@@ -293,8 +301,8 @@ def _truncated(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> T
     if kept.cut:
         counts.truncated += 1
         counts.cut_tokens += kept.cut
-    parts = (kept.chosen, kept.rejected) if isinstance(kept, Pair) else (kept,)
-    if not all(part.learnt.any() for part in parts):
+    texts = (kept.chosen, kept.rejected) if isinstance(kept, Pair) else (kept,)
+    if not all(text.learnt.any() for text in texts):
         counts.unlearnt += 1
         return None
     return kept

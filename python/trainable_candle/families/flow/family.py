@@ -63,7 +63,7 @@ class FlowFamily(PipelineFamily[E]):
     overflows: ClassVar[bool] = False
     """Whether the published model computes values that are too large for f16."""
     goes_with: ClassVar[str]
-    """The clause for messages that names the model's text encoders."""
+    """The clause for messages that names the text encoders: "Z-Image goes with Qwen3 4B"."""
     distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=4, guidance=1.0)
     """How images are drawn by default with a model that was distilled to a few steps."""
     held_tensors: ClassVar[int] = 12
@@ -110,16 +110,17 @@ class FlowFamily(PipelineFamily[E]):
         """The features of each text encoder's texts, by the encoder's name in messages."""
 
     def require_own(self) -> None:
-        """See `PipelineFamily.require_own`; also checks that the parts fit together.
+        """Check that the weights are of this family, and that the parts fit together.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: as there; or the autoencoder or a
-                text encoder is of another model.
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model; or the autoencoder or a text encoder is of another model.
         """
         super().require_own()
         facts = self.facts
         channels, channels_read = facts.latent_channels, facts.config["in_channels"]
-        channels_read //= self.patch**2 if self.packs else 1
+        if self.packs:  # `in_channels` is that of an image token of patch * patch latent pixels
+            channels_read //= self.patch**2
         if channels != channels_read:
             raise ConfigError(
                 f"vae: the latents of {facts.parts['vae'].path} have {channels} channels, but the "
@@ -140,7 +141,7 @@ class FlowFamily(PipelineFamily[E]):
                 )
 
     def check(self) -> None:
-        """Check the parts; see `require_own`.
+        """Check the parts, as `require_own` does.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: as `require_own`.
@@ -161,7 +162,7 @@ class FlowFamily(PipelineFamily[E]):
     def distillation(self) -> str | None:
         """A note that training undoes the model's distillation, and what to train instead.
 
-        None for models that are not distilled.
+        None for models that are not distilled. Families with distilled models override this.
         """
         return None
 
@@ -195,6 +196,7 @@ class FlowFamily(PipelineFamily[E]):
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
         """Return the shift in training for an image whose latents have this (height, width)."""
+        # `factor` is the number of image pixels per latent pixel, along each side.
         height, width = (side * self.coder.factor for side in size)
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 

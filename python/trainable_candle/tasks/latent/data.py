@@ -1,4 +1,4 @@
-"""Reads the images and captions that the settings name, and makes their options."""
+"""Reads the images and captions of a run, with the options that its settings give."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
     """
     sources = parse_sources(dataset, config.caption)
     output = Path(config.output).expanduser().resolve()
+    # The output must not be a folder that the run reads, or below one whose subfolders it reads.
     for source in sources if config.output else ():
         folder = source.path.resolve()
         if output == folder or (source.recursive and folder in output.parents):

@@ -1,19 +1,24 @@
-//! Recognises a checkpoint in one file by its keys, the names of its tensors.
+//! Recognises which models a checkpoint in one file has, by its keys, which are the names of its tensors.
+//!
+//! A place is a part of a pipeline, such as SDXL's UNet. A part has several sections if checkpoints store it under
+//! different names. A section's keys begin with one of its prefixes, and its probe is a key (without the prefix) that
+//! every file with this section has.
 
 use super::table::UNSUPPORTED;
 use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// Returns the first place of `model` for which the file has a probe key, the section with this key, and the key's
-/// prefix. None if the file has no probe key of `model`. `is_there` says whether the file has a key. If `choice` names
-/// a subfolder or a pipeline, only places in these count.
+/// Returns the first place of `model` with a probe that the file has under one of the section's prefixes, with this
+/// section and this prefix. None if there is no such place. `is_there` says whether the file has a key. If `choice`
+/// names a subfolder or a pipeline, only places in these count.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
-    // If several pipelines have the model, pipelines whose denoiser is in the file too take precedence.
+    // If several pipelines have the model, pipelines whose denoiser is in the file too take precedence: the sort is
+    // stable, and false is less than true.
     let mut candidates: Vec<Place> = places(model).collect();
     candidates.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     candidates
@@ -34,8 +39,8 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
 }
 
 /// Returns a pipeline that has all of `models`, pairs of subfolder and model, or None if there is no such pipeline. If
-/// there are several, a pipeline whose denoiser is in a certain file takes precedence. `is_there` says whether this
-/// file has a key.
+/// there are several, pipelines whose denoiser is in a certain file take precedence, and the first one is returned.
+/// `is_there` says whether this file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -81,6 +86,7 @@ pub fn recognised(names: &[String]) -> Option<String> {
             is_adapter.then(|| "an adapter, not a model".to_owned())
         })
         .or_else(|| {
+            // `mark` is a prefix of keys in the weight file of a model's folder.
             let kind = kinds().into_iter().find(|kind| has_prefix(kind.mark))?;
             Some(format!("the weights of {} from a pipeline's folder", kind.noun))
         })
@@ -88,6 +94,7 @@ pub fn recognised(names: &[String]) -> Option<String> {
 
 /// Describes a checkpoint of a family that is not supported, and lists those that are.
 fn unsupported_family(title: &str) -> String {
+    // The digits and language models have no `base`. They are left out, because the message is about image models.
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

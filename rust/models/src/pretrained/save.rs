@@ -1,4 +1,5 @@
-//! Writes a model to a folder, or several models to one file in the form of an original checkpoint.
+//! Writes a model to a folder, or several models to one file in the form of an original checkpoint: with the tensor
+//! names of the code that the models were published with.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,14 +45,17 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>)
             return Err(Error::argument("save_pretrained", text));
         }
     };
-    let mut stored = StoredModel::of(model, model.layout(None, None).as_ref(), "save_pretrained", codes)?;
+    let (original, files) = (None, None); // the layout of a folder
+    let mut stored = StoredModel::of(model, model.layout(original, files).as_ref(), "save_pretrained", codes)?;
     let mut config = model.configuration();
     if codes.is_some() {
         stored.quantize_what_cannot_be_skipped();
         config.insert("quantization_config".to_owned(), bitsandbytes_config(model.dtype(), &stored.plain_layers()));
     }
-    let entries = stored.entries(None)?;
+    let dtype = None; // each weight keeps its own dtype
+    let entries = stored.entries(dtype)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+    // transformers requires this entry.
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
     let config = json_text(&config)?;
@@ -116,11 +120,14 @@ pub fn save_checkpoint(
         return Err(Error::dtype(OP, text));
     }
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
+    // A pipeline that has all `models`, if possible one whose denoiser is in `base`.
     let pipeline =
         pipelines::of_models(models, |key| base.as_ref().is_some_and(|base| base.borrow().shape(key).is_some()));
     let mut all = Vec::new();
     for &(subfolder, model) in models {
         let sections = sections(subfolder, model, pipeline)?;
+        // A section has the possible prefixes of a model's keys in a checkpoint. Under the right prefix the file has
+        // the key `probe`. The model gets the section and the prefix that `base` has, or else the first ones.
         let original = |section: &Section, prefix| CheckpointNaming { prefix, naming: section.naming };
         let default = original(&sections[0], sections[0].prefixes[0]);
         let layout = match &base {
@@ -175,8 +182,9 @@ fn eight_bits(format: Format) -> Result<Codes> {
     }
 }
 
-/// Returns the sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
-/// `preferred` if `preferred` has a model of this kind in `subfolder`, or else the first pipeline that has one there.
+/// Returns the sections of original checkpoints that hold the model in a pipeline's `subfolder`. There are several
+/// if checkpoints store the model under different prefixes and names. The pipeline is `preferred` if `preferred` has a
+/// model of this kind in `subfolder`, or else the first pipeline that has one there.
 ///
 /// # Errors
 /// [`Error::Argument`] if no pipeline writes a model of this kind in `subfolder` to checkpoints.
@@ -244,6 +252,7 @@ impl StoredModel {
             group.is_quantized &= is_chosen_weight;
             group.parts.push((form, weight));
         }
+        // A file may store a layer's weight with more dimensions, as a convolution. It is then not quantized.
         for group in groups.values_mut() {
             group.is_quantized &= group.shape().len() == 2;
         }
@@ -298,7 +307,8 @@ struct Group {
 }
 
 impl Group {
-    /// The shape of the tensor that holds the parameters.
+    /// The shape of the tensor that holds the parameters. Each parameter's form and shape give the same result: the
+    /// form of a parameter that is stored as some rows of the tensor says what share of the rows it has.
     fn shape(&self) -> Vec<usize> {
         self.parts.first().map_or_else(Vec::new, |(form, weight)| form.stored_shape(weight.dims()))
     }
@@ -321,7 +331,7 @@ impl Group {
         TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
     }
 
-    /// Quantizes the matrix and returns its codes and its scales.
+    /// Quantizes the matrix that holds the parameters, and returns its codes and its scales.
     fn quantized(&self, bits: EightBits) -> Result<(Tensor, Tensor)> {
         let values = self.values()?;
         let quantized = match bits {
@@ -329,9 +339,11 @@ impl Group {
             // Quantization gives each row a scale. The matrix is reshaped to one row, so that it gets one scale.
             EightBits::Fp8 => Quantized::new(&values.reshape((1, values.elem_count()))?, Format::Fp8)?,
         };
-        let parts = quantized.tensors()?;
-        let part = |name| parts.iter().flatten().find(|(known, _)| *known == name).map(|(_, tensor)| tensor.clone());
-        part("codes").zip(part("scales")).ok_or_else(|| Error::argument("save", "the matrix has no codes or no scales"))
+        let tensors = quantized.tensors()?;
+        let named = |name| tensors.iter().flatten().find(|(known, _)| *known == name).map(|(_, tensor)| tensor.clone());
+        named("codes")
+            .zip(named("scales"))
+            .ok_or_else(|| Error::argument("save", "the matrix has no codes or no scales"))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The transformer. It predicts the velocity (latents − noise) from the noisy latents, the time and the text.
+//! Z-Image's transformer. It predicts the velocity (latents − noise) from the noisy latents, the time and the text.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub struct ZImageTransformer {
     t_embedder: TimestepEmbedding,
     cap_norm: RmsNorm,
     cap_embedder: Linear<Tensor>,
-    /// The padding tokens of the image and of the text, (1, D).
+    /// The padding tokens of the image and of the text, (1, D) each. D is `dim` of the configuration.
     pads: [Tensor; 2],
     positions: Positions,
     noise_refiner: Blocks<Block>,
@@ -81,21 +81,22 @@ impl ZImageTransformer {
         let layers = blocks("layers", config.n_layers, true)?;
         let [sinusoids, hidden] = TIME_SIZES;
         let sizes = [sinusoids, hidden, condition];
-        let t_embedder = TimestepEmbedding::named(TIME_LAYERS, sizes, true, &mut weights.pp("t_embedder"))?;
+        let has_bias = true;
+        let t_embedder = TimestepEmbedding::named(TIME_LAYERS, sizes, has_bias, &mut weights.pp("t_embedder"))?;
         let mut pad = |name| weights.get(name, (1, dim), Init::Normal(0.02));
         Ok(Self {
             pads: [pad("x_pad_token")?, pad("cap_pad_token")?],
-            x_embedder: weights.linear(X_EMBEDDER, patch, dim, true)?,
+            x_embedder: weights.linear(X_EMBEDDER, patch, dim, has_bias)?,
             t_sinusoids: Sinusoids::new(sinusoids, t_embedder.device())?,
             positions: Positions::new(&config, t_embedder.device())?,
             t_embedder,
             cap_norm: weights.rms_norm("cap_embedder.0", config.cap_feat_dim, config.norm_eps)?,
-            cap_embedder: weights.linear("cap_embedder.1", config.cap_feat_dim, dim, true)?,
+            cap_embedder: weights.linear("cap_embedder.1", config.cap_feat_dim, dim, has_bias)?,
             noise_refiner,
             context_refiner,
             layers,
-            output_modulation: weights.linear(OUTPUT_MODULATION, condition, dim, true)?,
-            output: weights.linear(OUTPUT, dim, patch, true)?,
+            output_modulation: weights.linear(OUTPUT_MODULATION, condition, dim, has_bias)?,
+            output: weights.linear(OUTPUT, dim, patch, has_bias)?,
             config,
         })
     }
@@ -121,26 +122,31 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // The mask of the text tokens that attention reads; None if it reads all of them.
+        // The mask (B, L) of the text tokens that attention reads; None if it reads all of them. L is `extent.text`.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
-            // After a text's last token, the model's padding token replaces the embeddings of the padding.
+            // After a text's last token, the model's padding token replaces the embeddings of the padding. The mask
+            // `own_tokens` is 1 up to the last token.
             text = Tensor::select(&self.positions.own_tokens(lengths, extent.text)?, &text, &self.pads[1])?;
-            let is_ragged = !conditions.rows_are_full;
-            shown = is_ragged.then(|| self.positions.shown(lengths, extent.text)).transpose()?;
+            let needs_mask = !conditions.rows_are_full;
+            shown = needs_mask.then(|| self.positions.shown(lengths, extent.text)).transpose()?;
         }
         let angles = self.positions.angles(extent, shown.as_ref())?;
-        let area = extent.padded_area();
-        let [image_angles, text_angles] = [angles.narrow(0, area)?, angles.narrow(area, extent.text)?];
+        // The order of the tokens is: image, padding of the image, text.
+        let image_tokens = extent.padded_area();
+        let [image_angles, text_angles] = [angles.narrow(0, image_tokens)?, angles.narrow(image_tokens, extent.text)?];
+        // (B, 1, 1, L), to be broadcast over heads and queries.
         let shown_keys = shown.as_ref().map(|shown| shown.unsqueeze(1)?.unsqueeze(1)).transpose()?;
         let image = run(&self.noise_refiner, image, Some(&condition), &image_angles, None)?;
         let text = run(&self.context_refiner, text, None, &text_angles, shown_keys.as_ref())?;
+        // For the layers that attend to image and text: (B, 1, 1, image tokens + L).
         let mask = shown.as_ref().map(|shown| self.positions.mask(extent, shown)).transpose()?;
         let both = Tensor::cat(&[&image, &text], 1)?;
         let both = run(&self.layers, both, Some(&condition), &angles, mask.as_ref())?;
 
         let scale = self.output_modulation.forward(&condition.silu()?)?.add_scalar(1.0)?.unsqueeze(1)?;
-        let normed = layer_norm(&both.narrow(1, 0, extent.area())?, 1, None, None, EPS)?;
+        let (norm_dims, weight, bias) = (1, None, None);
+        let normed = layer_norm(&both.narrow(1, 0, extent.area())?, norm_dims, weight, bias, EPS)?;
         let Extent { height, width, .. } = extent;
         // The output layer orders the values of a patch as (row, column, channel).
         self.output
@@ -270,9 +276,9 @@ impl Architecture for ZImageTransformer {
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["layers.", "noise_refiner.", "context_refiner."],
         unquantized: &["adaLN_modulation"],
-        modulation: &[],
-        rows: &[],
-        multiplied: &[],
+        modulation: &[], // the layers that compute it are `unquantized`
+        rows: &[],       // no matrix outside of blocks is quantized
+        multiplied: &[], // products of 8-bit codes are for all quantized layers
     };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
@@ -309,6 +315,7 @@ impl Model for ZImageTransformer {
         let (height, width) = (size.height.div_ceil(PATCH), size.width.div_ceil(PATCH));
         let extent = Extent { height, width, text: size.tokens.next_multiple_of(MULTIPLE) };
         let (area, dim) = (extent.area(), self.config.dim);
+        // A linear layer is counted with a pair: all input values of its tokens, and the number of the tokens.
         saved.outside(|saved| {
             self.t_embedder.saved(saved);
             saved.linear(&self.x_embedder, (area * self.x_embedder.in_features(), area));

@@ -9,7 +9,7 @@ use crate::arguments::Integer;
 use crate::call::{catch_panics, compute};
 use crate::device;
 use crate::error::Result;
-use crate::rng::words;
+use crate::rng::sample_numbers;
 use crate::tensor::Tensor;
 
 /// A noised batch: the model's input, and the target of the model's prediction.
@@ -173,7 +173,7 @@ impl DiffusionObjective {
         seed: Integer,
     ) -> Result<NoisedLatents> {
         const OP: &str = "noise";
-        let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
+        let samples = samples.map(|samples| sample_numbers(OP, &samples)).transpose()?;
         let seed = seed.word(OP, "seed")?;
         let add_noise = || match &samples {
             Some(samples) => self.0.noise_for(&latents.0, samples, seed),

@@ -8,7 +8,7 @@ use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{catch_panics, compute};
 use crate::error::Result;
-use crate::rng::words;
+use crate::rng::sample_numbers;
 use crate::tensor::Tensor;
 
 /// The flow-matching objective. At noise level sigma, the model receives `(1 - sigma) * data + sigma * noise` and
@@ -70,8 +70,7 @@ impl FlowMatching {
         seed: Integer,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "noise";
-        // `words` and `word` convert Python's integers to u64.
-        let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
+        let samples = samples.map(|samples| sample_numbers(OP, &samples)).transpose()?;
         let seed = seed.word(OP, "seed")?;
         let work = || match &samples {
             Some(samples) => self.objective.noise_for(&data.0, samples, seed),
@@ -106,7 +105,7 @@ impl FlowMatching {
         seed: Integer,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "validation_noise";
-        let (examples, seed) = (words(OP, &examples)?, seed.word(OP, "seed")?);
+        let (examples, seed) = (sample_numbers(OP, &examples)?, seed.word(OP, "seed")?);
         let work = || self.objective.validation_noise(&data.0, &examples, seed);
         compute(py, data.0.elem_count(), work).map(into_tuple)
     }
