@@ -25,8 +25,8 @@ def _sdxl() -> dict[str, Config]:
 
 
 def _pipeline(name: str) -> dict[str, Config]:
-    _, _, parts = full_flow.PIPELINES[name]
-    return {part: config for part, (_, config) in parts.items()}
+    _class, _scheduler, parts = full_flow.PIPELINES[name]
+    return {part: config for part, (_kind, config) in parts.items()}
 
 
 def _klein_9b() -> dict[str, Config]:
@@ -42,6 +42,7 @@ def _klein_9b() -> dict[str, Config]:
 
 
 def _text(config: Config) -> dict[str, Config]:
+    # The folder of a language model has its config.json at the top: the name of the part is "".
     return {"": config | {"architectures": [CLASSES[config["model_type"]]]}}
 
 
@@ -63,12 +64,14 @@ MODELS = {
 
 def write_model(folder: Path, name: str) -> Path:
     """Write each configuration, and beside it a weight file with one number; return `folder`."""
-    for part, config in MODELS[name][1]().items():
-        where = folder / part
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "config.json").write_text(json.dumps(config))
+    _family, configurations = MODELS[name]
+    for part, config in configurations().items():
+        part_folder = folder / part
+        part_folder.mkdir(parents=True, exist_ok=True)
+        (part_folder / "config.json").write_text(json.dumps(config))
+        # The safetensors format: the header's length, the header, the bytes of the tensors.
         header = json.dumps({"x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}})
         weights = "diffusion_pytorch_model" if "_class_name" in config else "model"
-        path = where / f"{weights}.safetensors"
+        path = part_folder / f"{weights}.safetensors"
         path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2))
     return folder

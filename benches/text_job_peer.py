@@ -1,12 +1,13 @@
-"""Time the phases of `gpu_text_job.py` in transformers and peft.
+"""Time the phases of `gpu_text_job.py`, a job on a language model, in transformers and peft.
 
 python benches/text_job_peer.py FOLDER [--device cpu] [--steps 30] [--rows 4] [--length 2048]
     [--tokens 128]
 
-FOLDER is the folder of `gpu_text_job.py`. transformers' `Trainer` trains peft's LoRA, with f32
-factors over a bf16 base, under autocast, with the fused AdamW. Rows have as many tokens as ours, of
-conversations one after another. Unlike in our rows, a token also attends to the earlier
-conversations of its row: torch then needs no mask, which would take time.
+FOLDER is the folder in which `gpu_text_job.py` has written `weights` and `chats.jsonl`.
+transformers' `Trainer` trains peft's LoRA, with f32 factors over a bf16 base, under autocast, with
+the fused AdamW. Rows have as many tokens as ours, of conversations one after another. Unlike in our
+rows, a token also attends to the earlier conversations of its row: torch then needs no mask, which
+would take time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import transformers  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 
 RANK = 16
-# As many conversations as `gpu_text_job.py` holds out, and about as many tokens as each has.
+# The number of conversations that `gpu_text_job.py` holds out, and about the number of tokens of
+# each. Here, rows of as many tokens in all are held out.
 HELD_OUT, CONVERSATION_TOKENS = 100, 320
 PROMPT = "What is a LoRA?"
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

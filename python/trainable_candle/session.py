@@ -101,19 +101,22 @@ class Session:
         self._data_metadata = prepared.train.metadata()
         self._batches = prepared.train.batches(config.batch_size)
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
+        # `counts` names what is counted: images or tokens.
         self.totals = Totals(task.counts)
         self._optimizer = _optimizer(config, adapters.groups(config), report)
         self._average: Average | None = None
         self.callbacks: list[Callback] = adapters.callbacks()
-        # All processes need the average for validation. The first process also needs it for files
-        # and previews.
+        # For validation, all processes need the average. For files and previews, only the first
+        # process needs it.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
             average = AdapterAverage(adapters, config.ema_decay)
             self._average = average
             self.callbacks.append(average)
         elif self._optimizer.averages:
+            # Some optimizers keep an average themselves.
             self._average = OptimizerAverage(self._optimizer)
-        # Makes a context for everything but training: without dropout and tape, with averages.
+        # `as_used()` makes a context for everything but training: without dropout and tape, with
+        # averages.
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
@@ -165,6 +168,8 @@ class Session:
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
         """Return the training loop of this run."""
         config = self._config
+        # A graph repeats the same operations in every step.
+        cuda_graphs = config.cuda_graphs if self._task.repeats else 0
         return Trainer(
             self._train.loss,
             self._adapters.named_parameters(),
@@ -172,7 +177,7 @@ class Session:
             self._batches,
             inputs=self._train.inputs,
             weigh=self._train.weight if self._task.weighs_batches else None,
-            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
+            cuda_graphs=cuda_graphs,
             steps=config.steps,
             scheduler=make_scheduler(config, self._optimizer),
             gradient_accumulation=config.gradient_accumulation,
@@ -197,6 +202,7 @@ class Session:
         config = self._config
         # The batches of one step, of all processes.
         batches = config.gradient_accumulation * self._group.size
+        # A batch of a language model has packed rows, each with several examples.
         noun = self._task.noun if self._task.counts == "image" else "row"
         size = counted(config.batch_size * batches, noun)
         where = f" on {self._group.size} devices" if self._group.size > 1 else ""
@@ -246,6 +252,7 @@ class Session:
         published = self._task.publish(self._adapters, output, self._metadata(step))
         if published is not None:
             report(f"adapter for other tools: {published}")
+        # The names of layers whose adapter has no effect.
         idle = file.idle
         if idle:
             report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
         ],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    # <|end_of_text|> and <|eot_id|>
+    # The ids of <|end_of_text|> and <|eot_id|>.
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 2)
     return tmp_path
@@ -49,6 +49,7 @@ def test_tokens_masks_and_counts_are_shown(
     out = capsys.readouterr().out
     assert out.count("example 1:") == 1
     assert "example 2:" not in out
+    # `[!...!]` marks a stop token, at which an answer ends; with this template, it is <|im_end|>.
     assert "[!<|im_end|>!]" in out.partition("example 1:")[2]
     assert "世" in out
     assert "answers end with <|end_of_text|> <|im_end|> <|eot_id|>" in out
@@ -60,6 +61,7 @@ def test_colours_or_brackets_mark_tokens(folder: Path) -> None:
     tokenizer = ChatTokenizer.from_pretrained(folder / "tokenizer.json")
     tokens = tokens_of(Chat(CHAT["messages"]), tokenizer)
     coloured = shown(tokens, tokenizer, colour=True)
+    # Bold magenta marks a stop token.
     assert "\x1b[1;35m<|im_end|>\x1b[0m" in coloured
     plain = shown(tokens, tokenizer, colour=False)
     assert "\x1b" not in plain
@@ -112,6 +114,7 @@ def test_packed_rows_are_as_long_as_the_context_of_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
+    # The tokenizer has 380 tokens.
     config = {"vocab_size": 380, "max_position_embeddings": 60}
     (folder / "config.json").write_text(json.dumps(config))
     assert preview(*flags) == 0
@@ -133,6 +136,7 @@ def test_a_tokenizer_of_another_model_is_reported(
     assert "has a tokenizer of 380 tokens, and the model's embedding has 379 rows" in (
         capsys.readouterr().err
     )
+    # 7 is the id of "!", which cannot be a start token.
     (folder / "config.json").write_text(json.dumps({"vocab_size": 380, "bos_token_id": 7}))
     assert preview(*flags) == 2
     assert "bos_token_id in" in capsys.readouterr().err

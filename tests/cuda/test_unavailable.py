@@ -1,4 +1,7 @@
-"""Why CUDA or one of its devices cannot be used: the reasons reach the user."""
+"""Why CUDA or one of its devices cannot be used: the reasons reach the user.
+
+The fixture `cuda` runs programs with simulated CUDA libraries.
+"""
 
 import re
 from typing import Any
@@ -23,7 +26,10 @@ REPORT = """
 DRIVER = "libcuda.so.1"
 
 
-# For each case: arguments of `Simulation.run`, and a part of the reason that must be reported.
+# For each case: arguments of `cuda.run`, and a part of the reason that must be reported.
+# `libraries` are those that exist (default: all), `missing` are functions that they lack.
+# `settings` change the simulated driver: `INIT` is the status of `cuInit`, `VERSION` is the CUDA
+# version (12080 is 12.8).
 CASES = {
     "no driver": ({"libraries": ()}, "there is no NVIDIA driver on this machine (libcuda.so.1: "),
     "driver fails": (
@@ -78,6 +84,7 @@ def test_the_reason_why_cuda_is_unavailable_is_reported(
 
 def test_a_gpu_for_which_the_build_has_no_machine_code_is_rejected(cuda: Any) -> None:
     """A GPU cannot run machine code for another major compute capability."""
+    # Each line of the file has a kernel of the build and its target, such as `sm_90`.
     targets = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
     if any(name.startswith("compute_") for name in targets):
         pytest.skip("this build has PTX, which the driver compiles for every GPU")
@@ -85,7 +92,7 @@ def test_a_gpu_for_which_the_build_has_no_machine_code_is_rejected(cuda: Any) ->
     pattern += r"[0-9a,]+ alone; build the package with TRAINABLE_CANDLE_CUDA_ARCHS=130"
     run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
     assert re.search(pattern, run.output), run.output
-    # No module was loaded.
+    # The simulated driver has rejected no call, and has loaded no module of kernels.
     assert run.of("refused", "module") == []
 
 
@@ -103,6 +110,7 @@ USE_EACH_DEVICE = """
 
 def test_each_device_is_checked_at_its_first_use(cuda: Any) -> None:
     settings = {"DEVICES": "3", "CAPABILITY": "9.0,7.5,9.0"}
+    # The simulated driver has rejected no call.
     assert cuda.run(USE_EACH_DEVICE, settings=settings).of("refused") == []
 
 

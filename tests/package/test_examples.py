@@ -83,7 +83,7 @@ def blocks(doc: str) -> list[str]:
 
 
 def modules() -> tuple[str, ...]:
-    """Return the public modules that the reference of the site lists; "" is the package itself."""
+    """Return the public modules on the site's reference pages; "" is the package itself."""
     spec = importlib.util.spec_from_file_location("reference", REFERENCE)
     assert spec is not None
     assert spec.loader is not None
@@ -160,6 +160,7 @@ def given_names() -> dict[str, Any]:
 def test_an_example_runs(
     name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Of the names that need a GPU, only this one has an example.
     if name == "cuda.profile" and not tc.cuda.is_available():
         pytest.skip(GPU)
     for file in files.iterdir():

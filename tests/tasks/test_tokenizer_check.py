@@ -21,6 +21,7 @@ END, TURN, ADDED = WORDS, WORDS + 1, WORDS + 2
 
 
 def tokenizer() -> ChatTokenizer:
+    """Make a tokenizer of 20 ordinary tokens and three added ones, of which two are special."""
     from tokenizers import AddedToken, Tokenizer, models
 
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
@@ -75,6 +76,8 @@ def test_only_ids_of_ordinary_or_missing_tokens_are_rejected(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    # The last argument is the number of rows of the model's embedding. It needs no rows for the
+    # three added tokens, and may have more rows than there are tokens.
     if message is None:
         check_tokenizer(tokenizer(), tmp_path, WORDS)
         check_tokenizer(tokenizer(), tmp_path / "model.safetensors", 2 * WORDS)
@@ -84,6 +87,7 @@ def test_only_ids_of_ordinary_or_missing_tokens_are_rejected(
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> None:
+    # Without the added tokens, which may lack rows in the embedding, there are 20 tokens.
     with pytest.raises(WeightsFormatError, match=r"of 20 tokens, and the model's embedding has 19"):
         check_tokenizer(tokenizer(), tmp_path, WORDS - 1)
 
@@ -108,6 +112,7 @@ def test_a_run_checks_its_tokenizer_before_it_writes_files(tmp_path: Path) -> No
 
 
 def test_no_row_is_longer_than_the_context() -> None:
+    # By default, a packed row has 2048 tokens, or the context if that is shorter.
     assert [row_length(None, context) for context in (512, 4096)] == [512, 2048]
     assert row_length(4096, 4096) == 4096
     with pytest.raises(ConfigError, match="--sequence-length is 513, and the model was made for"):

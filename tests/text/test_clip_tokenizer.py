@@ -42,8 +42,8 @@ def test_padded_rows_equal_those_of_transformers(
 ) -> None:
     texts = [case["text"] for case in CASES]
     np.testing.assert_array_equal(clip_l(texts), [case["clip_l"] for case in CASES])
-    # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, which
-    # trained the encoder, and ComfyUI do not.
+    # big-G pads with "!", which has the id 0. transformers also takes every "!" of a text for
+    # padding; OpenCLIP, which trained the encoder, and ComfyUI do not.
     cases = [case for case in CASES if "!" not in case["text"]]
     assert len(cases) > 60
     found = big_g([case["text"] for case in cases])
@@ -53,6 +53,7 @@ def test_padded_rows_equal_those_of_transformers(
 
 def test_long_texts_are_divided_into_rows(big_g: CLIPTokenizer) -> None:
     # A row of 77 has a start token, up to 75 tokens of the text, an end token, and padding of 0.
+    # `-(-n // 75)` rounds n / 75 up.
     for case in CASES:
         rows = big_g.chunks(case["text"], most=4)
         used_ids = case["ids"][: 4 * 75]
@@ -67,7 +68,7 @@ def test_long_texts_are_divided_into_rows(big_g: CLIPTokenizer) -> None:
 
 
 def vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Return the token ids of a small vocabulary, and its merges.
+    """Return the token ids of a small vocabulary, where `!` has the id 0, and its merges.
 
     The tokens are `!`, letters, the bytes of `ü`, parts of `cat` and `cats`, these words, and the
     start and end tokens.
@@ -138,9 +139,11 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(MissingFileError, match=r"there is no file .*merges\.txt"):
         CLIPTokenizer.from_pretrained(tmp_path)
+    # The vocabulary has neither of the tokens to merge.
     (tmp_path / "merges.txt").write_text("x yy\n")
     with pytest.raises(WeightsFormatError, match="cannot be read: "):
         CLIPTokenizer.from_pretrained(tmp_path)
+    # If there is a tokenizer.json, it is read instead of the other files.
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(WeightsFormatError, match="cannot be read: "):
         CLIPTokenizer.from_pretrained(tmp_path)

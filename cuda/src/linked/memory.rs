@@ -1,5 +1,8 @@
 //! Device memory. `allocate` and `free` replace the driver's `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and
 //! this project's come from the same [`Allocator`]. There is one allocator for each stream.
+//!
+//! An allocator takes blocks from pools; a pool is a reserved range of addresses, to which memory is mapped when it is needed. Memory that
+//! a captured CUDA graph uses is in a separate space with its own pools. Eager work is all work outside of graphs.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -73,8 +76,9 @@ fn refund(device: c_int, size: u64) {
     with_share(device, |share| share.mapped -= size);
 }
 
-/// Allocate memory of the current device outside of the allocators. If the device is full, the allocators release their cached memory
-/// first. Returns the address and the device.
+/// Allocate memory of the current device outside of the allocators, for other processes to open: CUDA's inter-process handles do not exist
+/// for memory that the allocators map. If the device is full, the allocators release their cached memory first. Returns the address and the
+/// device.
 pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
     let mut device = 0;
     // SAFETY: the signature is the driver's.
@@ -114,8 +118,11 @@ impl Backend for Driver {
 
     fn reserve(&mut self, size: u64) -> Result<u64, Status> {
         let mut address = 0;
+        let (any_address, flags) = (0, 0);
         // SAFETY: the signature is the driver's; this reserves only addresses.
-        check(unsafe { driver::cuMemAddressReserve(&raw mut address, size as usize, PAGE as usize, 0, 0) })?;
+        check(unsafe {
+            driver::cuMemAddressReserve(&raw mut address, size as usize, PAGE as usize, any_address, flags)
+        })?;
         Ok(address)
     }
 
@@ -160,11 +167,11 @@ impl Driver {
             flags: 0,
         };
         let access = Access { location, flags: driver::READ_WRITE };
-        let mut handle = 0;
+        let (offset, flags, mut handle) = (0, 0, 0);
         // SAFETY: the signatures are the driver's; the allocator has reserved these addresses, and no memory is mapped there.
         unsafe {
-            check(driver::cuMemCreate(&raw mut handle, size, &raw const properties, 0))?;
-            if let Err(status) = check(driver::cuMemMap(address, size, 0, handle, 0)) {
+            check(driver::cuMemCreate(&raw mut handle, size, &raw const properties, flags))?;
+            if let Err(status) = check(driver::cuMemMap(address, size, offset, handle, flags)) {
                 driver::cuMemRelease(handle);
                 return Err(status);
             }
@@ -194,9 +201,9 @@ fn with_allocator<T>(
     // SAFETY: the signature is the driver's.
     check(unsafe { driver::cuCtxGetDevice(&raw mut device) })?;
     let mut allocators = allocators();
-    let is_requested = |known: &Driver| known.device == device && known.stream == stream as usize;
-    if let Some(known) = allocators.iter_mut().find(|known| is_requested(known.backend())) {
-        return work(known);
+    let is_requested = |backend: &Driver| backend.device == device && backend.stream == stream as usize;
+    if let Some(allocator) = allocators.iter_mut().find(|allocator| is_requested(allocator.backend())) {
+        return work(allocator);
     }
     let (mut free, mut total) = (0, 0);
     // SAFETY: the signature is the driver's.
@@ -208,12 +215,13 @@ fn with_allocator<T>(
     result
 }
 
-/// Whether the driver allocates every block and no free block is cached. Tools that look for accesses beyond the end of a block need this
-/// mode: with pools, such a tool sees only the pool, not its blocks. This mode is slow, has no statistics, and rejects graphs.
+/// Whether every block is an allocation of the driver, and no free block is cached (environment variable `TRAINABLE_CANDLE_CUDA_POOLS=0`).
+/// Tools that look for accesses beyond the end of a block need this mode: with pools, such a tool sees only the pool, not its blocks. This
+/// mode is slow, has no statistics, and rejects graphs.
 static WITHOUT_POOLS: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
-/// `cuMemAllocAsync`.
+/// The replacement of `cuMemAllocAsync`.
 pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream) -> c_int {
     match allocate_from(None, size, stream) {
         Ok(found) => {
@@ -240,9 +248,10 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
     })
 }
 
-/// `cuMemFreeAsync`. `stream` must be the stream that the memory was allocated for.
+/// The replacement of `cuMemFreeAsync`. `stream` must be the stream that the memory was allocated for.
 pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
     if *WITHOUT_POOLS {
+        // Tensors also own pinned memory of the host, from `mapped`.
         if mapped::free(address, stream) {
             return driver::SUCCESS;
         }
@@ -257,6 +266,7 @@ pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
 /// the allocators.
 pub fn stats(device: i32) -> Stats {
     let outside = with_share(device, |share| share.outside);
+    let allocators = allocators();
     let start = Stats {
         allocated: outside,
         peak_allocated: outside,
@@ -264,8 +274,9 @@ pub fn stats(device: i32) -> Stats {
         peak_reserved: outside,
         ..Stats::default()
     };
-    allocators().iter().filter(|known| known.backend().device == device).fold(start, |sum, known| {
-        let stats = known.stats();
+    let of_device = allocators.iter().filter(|allocator| allocator.backend().device == device);
+    of_device.fold(start, |sum, allocator| {
+        let stats = allocator.stats();
         Stats {
             allocated: sum.allocated + stats.allocated,
             peak_allocated: sum.peak_allocated + stats.peak_allocated,
@@ -292,7 +303,9 @@ pub fn limit(device: i32) -> Option<u64> {
 
 /// Reset the memory peaks of a device to the current values.
 pub fn reset_peaks(device: i32) {
-    allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
+    let mut allocators = allocators();
+    let of_device = allocators.iter_mut().filter(|allocator| allocator.backend().device == device);
+    of_device.for_each(Allocator::reset_peaks);
 }
 
 /// Release a device's cached memory, after waiting for the work that is queued on the streams with cached memory. Returns the number of
@@ -301,9 +314,10 @@ pub fn reset_peaks(device: i32) {
 /// # Errors
 /// The driver's error.
 pub fn trim(device: i32) -> Result<u64, Status> {
+    // Free pinned memory of the host that no tensor owns any more.
     mapped::sweep();
     let mut allocators = allocators();
-    let of_device = allocators.iter_mut().filter(|known| known.backend().device == device);
+    let of_device = allocators.iter_mut().filter(|allocator| allocator.backend().device == device);
     of_device.map(Allocator::trim).sum()
 }
 
@@ -315,7 +329,7 @@ pub(crate) fn is_capturing() -> bool {
     IS_CAPTURING.load(Ordering::Acquire)
 }
 
-/// Whether an address is in the memory of graphs.
+/// Whether an address is in the space of graphs.
 pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
@@ -365,7 +379,7 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
-/// Map memory again at the addresses of a stream's graphs that were unmapped for eager work. Must be called before each replay. The
+/// Map memory again at the addresses of a stream's graphs whose memory was unmapped for eager work. Must be called before each replay. The
 /// stream's device must be current.
 ///
 /// # Errors

@@ -1,6 +1,6 @@
 //! NCCL's functions. A process loads the library when it first needs a communicator: a program on one GPU never loads it.
 //!
-//! Signatures, numbers and the layout of the configuration are those of `nccl.h` 2.27
+//! Signatures, constants and the layout of the configuration are those of `nccl.h` 2.27
 //! (<https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>). A newer library reads a configuration of that version and
 //! uses defaults for newer fields.
 
@@ -61,9 +61,11 @@ impl Config {
     /// A configuration with which NCCL's calls return at once instead of waiting for other ranks, so that a rank that has ended cannot
     /// block this process. All other settings have NCCL's defaults.
     const fn not_blocking() -> Self {
+        // `NCCL_CONFIG_UNDEF_INT`: use the default.
         const UNSET: c_int = c_int::MIN;
         Self {
             size: size_of::<Self>(),
+            // NCCL rejects a configuration without this number.
             magic: 0xcafe_beef,
             version: MINIMUM as u32,
             blocking: 0,
@@ -103,6 +105,9 @@ macro_rules! functions {
     };
 }
 
+// Not obvious from the types: the two numbers of `ncclCommInitRankConfig` are the number of ranks and this process's rank. `ncclAllReduce`
+// and `ncclBroadcast` take the source, the destination, the number of elements, their type, then the reduction or the root, and last the
+// stream.
 functions! {
     version = "ncclGetVersion" (*mut c_int) -> c_int;
     error_string = "ncclGetErrorString" (c_int) -> *const c_char;
@@ -226,9 +231,10 @@ impl Nccl {
         comm: Comm,
         stream: *mut c_void,
     ) -> Result<(), c_int> {
-        let place = address as *mut c_void;
+        // Source and destination are the same: the call works in place.
+        let buffer = address as *mut c_void;
         // SAFETY: the caller's promise.
-        check(unsafe { (self.all_reduce)(place, place, count, dtype, SUM, comm, stream) })
+        check(unsafe { (self.all_reduce)(buffer, buffer, count, dtype, SUM, comm, stream) })
     }
 
     /// Queue on the stream: replace each rank's `count` values at `address` by those of rank `root`.
@@ -247,9 +253,10 @@ impl Nccl {
         comm: Comm,
         stream: *mut c_void,
     ) -> Result<(), c_int> {
-        let place = address as *mut c_void;
+        // Source and destination are the same: the call works in place.
+        let buffer = address as *mut c_void;
         // SAFETY: the caller's promise.
-        check(unsafe { (self.broadcast)(place, place, count, dtype, root, comm, stream) })
+        check(unsafe { (self.broadcast)(buffer, buffer, count, dtype, root, comm, stream) })
     }
 
     /// Begin a group of calls: NCCL merges the calls of this thread up to [`group_end`](Self::group_end) into one operation.
@@ -270,8 +277,8 @@ impl Nccl {
         check(unsafe { (self.group_end)() })
     }
 
-    /// Begin to finalize a communicator, after its queued work is done. It is finalized once [`async_error`](Self::async_error) returns
-    /// `SUCCESS`.
+    /// Begin to finalize a communicator; NCCL completes the communicator's queued work first. The communicator is finalized once
+    /// [`async_error`](Self::async_error) returns `SUCCESS`.
     ///
     /// # Errors
     /// The library's result.
@@ -297,7 +304,7 @@ impl Nccl {
     /// # Safety
     /// The communicator must not be used again, and no other thread may be in a call with it.
     pub unsafe fn abort(&self, comm: Comm) {
-        // SAFETY: as for destroy.
+        // SAFETY: the caller's promise. A failure cannot be reported from here.
         unsafe { (self.abort)(comm) };
     }
 }

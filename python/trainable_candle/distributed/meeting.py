@@ -1,4 +1,7 @@
-"""The rendezvous of the processes: rank 0 listens, and the other ranks connect to it."""
+"""The rendezvous of a run's processes: rank 0 listens, and the other ranks connect to it.
+
+An address is a pair of host and port, or the path of a Unix socket.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 _RETRY_SECONDS: Final = 0.1
 """Seconds between two attempts to reach rank 0, and the shortest time limit of an attempt."""
 _LOOPBACK: Final = ("localhost", "127.")
-"""What addresses begin with that lead back to the machine itself."""
+"""The beginnings of loopback addresses, which lead back to the machine itself."""
 
 
 def listen(world: World) -> Listener:
@@ -32,15 +35,13 @@ def listen(world: World) -> Listener:
             another machine or its port is taken.
     """
     address = world.address
-    if (
-        isinstance(address, tuple)
-        and world.local_size < world.size
-        and address[0].startswith(_LOOPBACK)
-    ):
+    has_other_machines = world.local_size < world.size
+    if isinstance(address, tuple) and has_other_machines and address[0].startswith(_LOOPBACK):
         # Some launchers give rank 0 the loopback address, and the other ranks the machine's name:
         # listen on all addresses of the machine.
         address = "", address[1]
     try:
+        # Each of the other ranks makes two connections.
         return Listener(address, backlog=2 * world.size, authkey=_key(world))
     except OSError as error:
         cure = f"choose a free port on this machine with MASTER_PORT or {PORT}"

@@ -56,6 +56,8 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
     if model.get("type", "BPE") != "BPE":
         raise ConfigError(f"export: {path} is of the kind {model['type']}, expected BPE")
     ids: dict[str, int] = dict(model["vocab"])
+    # llama.cpp has these types of tokens: NORMAL, CONTROL (special), USER (added, not special),
+    # UNUSED, BYTE.
     type_of = dict.fromkeys(ids, NORMAL)
     for added in tokenizer.get("added_tokens", ()):
         ids[added["content"]] = added["id"]
@@ -65,6 +67,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
             f"export: {path} has token ids up to {max(ids.values())}, expected below {size}, the "
             "number of rows of the model's embedding"
         )
+    # The embedding may have rows without a token, but the file needs a token for every row.
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [UNUSED] * size
     # Only tokenizers that were converted from SentencePiece fall back to bytes.
@@ -104,10 +107,13 @@ def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[
     facts: dict[str, Fact] = {}
     config = read_object(folder / "tokenizer_config.json")
     named = special_tokens({**read_object(folder / "special_tokens_map.json"), **config})
+    # `name` is transformers' name of a special token, such as `eos_token`; `key` is GGUF's, such as
+    # `eos_token_id`.
     for name, key in NAMES.items():
         if named.get(name) in ids:
             facts[f"{_PREFIX}{key}"] = ids[named[name]]
-    # llama.cpp ends texts at EOS and at EOT: give it a second end token, too, if there is one.
+    # llama.cpp ends texts at EOS and at EOT. A model may have several end tokens: EOT is the first
+    # one that differs from EOS. Without an EOS, this token is the EOS.
     end = facts.get(f"{_PREFIX}eos_token_id")
     other_ends = [number for number in end_tokens(folder) if number != end]
     if other_ends:
@@ -115,6 +121,7 @@ def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[
         facts[f"{_PREFIX}{key}"] = other_ends[0]
     bos = named.get("bos_token")
     facts[f"{_PREFIX}add_bos_token"] = bos is not None and bos in post_processor
+    # By name. If there are any, one has the name DEFAULT: `chat_templates` checks this.
     templates = chat_templates(folder, config)
     others = sorted(templates.keys() - {DEFAULT})
     if templates:
@@ -130,6 +137,7 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], path: str) -> str:
     Raises:
         ConfigError: llama.cpp's name of the pre-tokenizer is not known.
     """
+    # A pre-tokenizer is a single step, or a sequence with a list of steps.
     given = tokenizer.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]
@@ -139,6 +147,7 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], path: str) -> str:
         return SMOLLM
     if kinds == ["Split", "ByteLevel"]:
         pattern = steps[0]["pattern"].get("Regex")
+        # A name of `SPLITS` without a regular expression of its own has None.
         for name, known in SPLITS.items():
             if known is not None and known == pattern:
                 return name

@@ -125,6 +125,7 @@ class MultiheadAttention(Module):
         inputs = [x.transpose(0, 1) if flip else x for x in (query, key, value)]
         if not batched:
             inputs = [x.unsqueeze(0) for x in inputs]
+        # From here on, all inputs are (B, length, E).
         sizes = [x.shape for x in inputs]
         if sizes[1][:2] != sizes[2][:2] or sizes[0][0] != sizes[1][0]:
             form = (
@@ -163,10 +164,10 @@ class MultiheadAttention(Module):
         size, heads = self.embed_dim, self.num_heads
         projected = []
         # The rows of `in_proj_weight` are those for queries, then for keys, then for values.
-        for place, x in enumerate(inputs):
-            weight = self.in_proj_weight.narrow(0, place * size, size)
+        for index, x in enumerate(inputs):
+            weight = self.in_proj_weight.narrow(0, index * size, size)
             bias = self.in_proj_bias
-            bias = None if bias is None else bias.narrow(0, place * size, size)
+            bias = None if bias is None else bias.narrow(0, index * size, size)
             y = functional.linear(x, weight, bias)
             y = y.reshape((*y.shape[:2], heads, size // heads))
             projected.append(y.transpose(1, 2).contiguous())
@@ -189,6 +190,7 @@ class MultiheadAttention(Module):
         if masks["attn_mask"] is None and is_causal:
             is_later = [[j > i for j in range(keys)] for i in range(queries)]
             masks["attn_mask"] = tensor(is_later, device=q.device)
+        # The accepted shapes of each mask, with the shape in which it is added to the scores.
         accepted: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
             "attn_mask": {
                 (queries, keys): (1, 1, queries, keys),
@@ -204,6 +206,7 @@ class MultiheadAttention(Module):
         return total
 
     def _facts(self) -> str:
+        """Return the text between the parentheses of `repr`."""
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
 
 

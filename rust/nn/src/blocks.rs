@@ -138,8 +138,9 @@ impl<B> FromIterator<B> for Blocks<B> {
 
 impl<B> Blocks<B> {
     /// Mark the blocks as nested in a network whose other layers keep more for the backward pass than several of these
-    /// blocks keep together. Under [`Policy::Full`] the tape then needs less memory: it keeps one input for each
-    /// stretch of [`stretch`](Self::stretch) blocks instead of one for each block.
+    /// blocks keep together. Under [`Policy::Full`] the backward pass then recomputes [`stretch`](Self::stretch) blocks
+    /// at a time. So the tape needs less memory: it keeps one input for each stretch instead of one for each block. The
+    /// recomputed results of a whole stretch fit into the memory of what the other layers kept.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;

@@ -21,7 +21,9 @@ CAPTIONS = ("", "a red blur on a blue ground", "a blur")
 
 
 def test_positions_are_counted_from_the_centre() -> None:
+    # The file has the positions that diffusers computes for such an image and text.
     case = tc.load_file(GOLDEN / "transformer_forward.safetensors")
+    # 5 rows and 3 columns of image tokens, 9 tokens of text.
     image, text = positions(5, 3, 9, "cpu", centred=True)
     np.testing.assert_array_equal(image.numpy(), case["img_ids"].numpy())
     np.testing.assert_array_equal(text.numpy(), case["txt_ids"].numpy())
@@ -39,7 +41,7 @@ def test_the_last_noise_level_above_0_is_the_terminal_level(
 ) -> None:
     """The expected levels are those of diffusers with the published configuration.
 
-    A single step goes from 1 to 0.
+    Its `shift_terminal` is 0.02. A single step goes from 1 to 0.
     """
     np.testing.assert_allclose(QwenImage.schedule.levels(6, tokens), expected, atol=1e-6)
     assert QwenImage.schedule.levels(1, tokens) == [1.0, 0.0]
@@ -62,6 +64,7 @@ def test_guidance_gives_tokens_the_norms_of_the_prediction_for_the_prompt(
     qwen_image_base: Path,
 ) -> None:
     family = families.load("qwen-image", qwen_image_base, "f32", "cpu").family
+    # The predictions with guidance and for the prompt alone.
     guided, positive = tc.randn((1, 16, 4, 6)), 3 * tc.randn((1, 16, 4, 6))
 
     def norms(x: tc.Tensor) -> np.ndarray:
@@ -153,12 +156,12 @@ def test_a_text_encoder_as_published_with_qwen_image_is_read(
     tc.save_file(renamed | unused, tmp_path / "model.safetensors")
     found = CausalLM.from_pretrained(tmp_path, dtype="f32")
     expected = CausalLM.from_pretrained(qwen_image_base / "text_encoder", dtype="f32")
-    ids, places, bounds = (
+    # One text of three tokens: their ids, their positions, and the bounds of the text in the row.
+    ids, positions_in_text, bounds = (
         tc.tensor(np.array(values)) for values in ([5, 80, 7], [0, 1, 2], [0, 3])
     )
-    np.testing.assert_array_equal(
-        found.hidden(ids, places, bounds).numpy(), expected.hidden(ids, places, bounds).numpy()
-    )
+    row = (ids, positions_in_text, bounds)
+    np.testing.assert_array_equal(found.hidden(*row).numpy(), expected.hidden(*row).numpy())
     with pytest.raises(tc.ArgumentError, match="loaded as a text encoder, without its head"):
         found(ids.reshape(1, 3))
     # With `layers=1`, the tensors of the second layer and of the final norm are skipped.

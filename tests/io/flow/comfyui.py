@@ -22,7 +22,8 @@ class Slice(NamedTuple):
 
     The matrix's rows are divided into `of` equal ranges. The layer has `count` ranges, beginning
     with range `first` (from 0). If `swapped`, the matrix has the second half of the layer's rows
-    before the first half.
+    before the first half: of diffusers' layer `norm_out`, the first half computes scales and the
+    second half shifts, and originally it is the other way round.
     """
 
     name: str
@@ -33,16 +34,24 @@ class Slice(NamedTuple):
 
 
 def _qkv(names: tuple[str, str, str], original: str, of: int = 3) -> dict[str, Slice]:
-    return {name: Slice(original, i, 1, of) for i, name in enumerate(names)}
+    """The slices of queries, keys and values: the first three of the matrix's `of` ranges."""
+    return {name: Slice(original, first=i, of=of) for i, name in enumerate(names)}
 
 
 def _attention(
     prefix: str, names: tuple[str, str, str, str], qkv: str, out: str
 ) -> dict[str, Slice]:
+    """The slices of an attention.
+
+    In diffusers, its layers have `prefix` and then `names`; originally, they are the matrices `qkv`
+    and `out`.
+    """
     q, k, v = (f"{prefix}{name}" for name in names[:3])
     return {**_qkv((q, k, v), qkv), f"{prefix}{names[3]}": Slice(out)}
 
 
+# The layers of an attention in diffusers: queries, keys, values, output. An attention over image
+# and text has a second set of layers, ADDED, for the text.
 OWN = ("to_q", "to_k", "to_v", "to_out.0")
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
@@ -55,10 +64,10 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
         "proj_out": Slice("final_layer.linear"),
         "norm_out.linear": Slice("final_layer.adaLN_modulation.1", swapped=True),
     }
-    for ours, theirs in (("timestep", "time"), ("guidance", "guidance"), ("text", "vector")):
+    for diffusers, original in (("timestep", "time"), ("guidance", "guidance"), ("text", "vector")):
         for i, layer in ((1, "in_layer"), (2, "out_layer")):
-            name = f"time_text_embed.{ours}_embedder.linear_{i}"
-            found[name] = Slice(f"{theirs}_in.{layer}")
+            name = f"time_text_embed.{diffusers}_embedder.linear_{i}"
+            found[name] = Slice(f"{original}_in.{layer}")
     for i in range(blocks):
         # `a` begins the block's names in diffusers, `b` its original names.
         a, b = f"transformer_blocks.{i}.", f"double_blocks.{i}."
@@ -71,8 +80,8 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
     for i in range(singles):
         a, b = f"single_transformer_blocks.{i}.", f"single_blocks.{i}."
         # `linear1` has seven equal ranges: queries, keys, values, and four ranges of the MLP.
-        found |= _qkv((f"{a}attn.to_q", f"{a}attn.to_k", f"{a}attn.to_v"), f"{b}linear1", 7)
-        found[f"{a}proj_mlp"] = Slice(f"{b}linear1", 3, 4, 7)
+        found |= _qkv((f"{a}attn.to_q", f"{a}attn.to_k", f"{a}attn.to_v"), f"{b}linear1", of=7)
+        found[f"{a}proj_mlp"] = Slice(f"{b}linear1", first=3, count=4, of=7)
         found[f"{a}proj_out"] = Slice(f"{b}linear2")
         found[f"{a}norm.linear"] = Slice(f"{b}modulation.lin")
     return found
@@ -94,8 +103,8 @@ def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
     for end in ("in_proj", "out_proj"):
         found[f"{name}.{end}"] = Slice(f"{name}.{end}")
     for i in range(layers):
-        for ours, theirs in (("linear_1", "in_layer"), ("linear_2", "out_layer")):
-            found[f"{name}.layers.{i}.{ours}"] = Slice(f"{name}.layers.{i}.{theirs}")
+        for diffusers, original in (("linear_1", "in_layer"), ("linear_2", "out_layer")):
+            found[f"{name}.layers.{i}.{diffusers}"] = Slice(f"{name}.layers.{i}.{original}")
     return found
 
 
@@ -106,10 +115,10 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
         "proj_out": Slice("final_layer.linear"),
         "norm_out.linear": Slice("final_layer.adaLN_modulation.1", swapped=True),
     }
-    for ours, theirs in (("timestep", "t"), ("text", "y")):
+    for diffusers, original in (("timestep", "t"), ("text", "y")):
         for i, layer in ((1, 0), (2, 2)):
-            name = f"time_text_embed.{ours}_embedder.linear_{i}"
-            found[name] = Slice(f"{theirs}_embedder.mlp.{layer}")
+            name = f"time_text_embed.{diffusers}_embedder.linear_{i}"
+            found[name] = Slice(f"{original}_embedder.mlp.{layer}")
     for i in range(blocks):
         # `a` begins the block's names in diffusers; `x` and `c` begin the original names of its
         # layers for the image and for the text.
@@ -118,6 +127,8 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
             f"joint_blocks.{i}.x_block.",
             f"joint_blocks.{i}.context_block.",
         )
+        # In the last block, `norm1_context` computes only scales and shifts, as `norm_out` does.
+        # The block also lacks some layers for the text; `originals` ignores layers without weights.
         last = i == blocks - 1
         found |= _attention(f"{a}attn.", OWN, f"{x}attn.qkv", f"{x}attn.proj")
         found |= _attention(f"{a}attn.", ADDED, f"{c}attn.qkv", f"{c}attn.proj")
@@ -171,6 +182,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
         for i in range(count):
             a = f"{blocks}.{i}."
             found |= _attention(f"{a}attention.", OWN, f"{a}attention.qkv", f"{a}attention.out")
+            # Layers with the same name in diffusers and originally.
             alike = [f"{a}feed_forward.w{number}" for number in (1, 2, 3)]
             if blocks != "context_refiner":
                 alike.append(f"{a}adaLN_modulation.0")
@@ -187,6 +199,7 @@ _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guida
 
 def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:
     """Join diffusers' weights into the original matrices."""
+    # By original name: the rows of its layers, by the number of the layer's first range.
     rows: dict[str, dict[int, np.ndarray]] = {}
     for layer, place in slices.items():
         if (weight := weights.get(f"{layer}.weight")) is not None:
@@ -215,6 +228,7 @@ def applied(
         modules[f"lora_unet_{name.replace('.', '_')}"] = Slice(name)
     adapters: dict[str, dict[str, np.ndarray]] = {}
     for key, value in tensors.items():
+        # The longest name of a module that begins the key.
         module = next(m for m in sorted(modules, key=len, reverse=True) if key.startswith(f"{m}."))
         adapters.setdefault(module, {})[key.removeprefix(f"{module}.")] = value
     result = {name: np.array(value) for name, value in matrices.items()}
@@ -238,16 +252,19 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
     values = dict(values)
     alpha = values.pop("alpha", None)
     magnitude = values.pop("dora_scale", None)
+    # peft's names of the factors, and ComfyUI's.
     known = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
     values = {known.get(name, name): value for name, value in values.items()}
     rank = None
     if "oft_blocks" in values:
+        # An alpha of OFT limits the rotation and scales nothing.
         blocks = values.pop("oft_blocks").astype(np.float64)
         q = blocks - blocks.transpose(0, 2, 1)
         assert np.linalg.norm(q) < alpha.item(), "ComfyUI would limit the rotation"
         eye = np.eye(q.shape[1])
         rotation = (eye + q) @ np.linalg.inv(eye - q)
         rows = np.roll(weight, -(len(weight) // 2), axis=0) if swapped else weight
+        # Each block rotates n of the layer's outputs: rows are (k blocks, n, inputs).
         rows = rows.reshape(*blocks.shape[:2], -1)
         delta = (np.einsum("knm,knc->kmc", rotation, rows) - rows).reshape(weight.shape)
         alpha = None

@@ -99,6 +99,7 @@ impl Grid {
     /// The number of groups of a matrix, and the number of elements of a group. The elements of a group share a scale.
     fn groups(self, rows: usize, columns: usize) -> [usize; 2] {
         match self {
+            // Each row is a group.
             Self::Int8 | Self::Fp8 => [rows, columns],
             Self::Int4 => [rows * columns / GROUP, GROUP],
             Self::Nf4 => [rows * columns / BLOCK, BLOCK],
@@ -306,7 +307,7 @@ impl Backward for Straight {
 
 /// The backward pass with learned factors on the scales. The derivative of a rounded value with respect to its factor
 /// is d / factor. For a value within the range, d is the rounded value minus the value. For a value out of range, d is
-/// the rounded value.
+/// the rounded value. The operation's input 0 is x, and its input 1 the factors.
 struct Learned {
     /// The values, (groups, elements).
     x: Saved,
@@ -413,7 +414,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
 
 /// Registry entries of these operations. A case returns the values of x, but its gradient is that of the rounded x. The
 /// straight-through estimator makes this gradient the identity, which agrees with finite differences of the returned
-/// values. `fake_quantize` has no case for `Int4`, whose gradient is 0 for clipped values.
+/// values. `fake_quantize` has no case for `Int4`, whose gradient is 0 for clipped values. A [`Case`] has a name, the
+/// shapes of the inputs, and a function of the inputs.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -451,6 +453,7 @@ pub static ENTRIES: &[Entry] = &[
                     x[0].detach().add(&rounded)?.sub(&rounded.detach())?.sub(&expected)?.add(&expected.detach())
                 }
             };
+            // The second input has one element for each scale, such as 3 · 64 / 32 = 6 for int4.
             vec![
                 Case::new("int8", &[&[3, 7], &[3]], case(Grid::Int8)),
                 Case::new("int4", &[&[3, 64], &[6]], case(Grid::Int4)),

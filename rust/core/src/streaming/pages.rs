@@ -1,4 +1,4 @@
-//! [`Pages`]: memory that processes of a machine share.
+//! [`Pages`]: memory that processes of a machine share, for weights of streamed blocks and for counters.
 
 use std::fs::{File, Metadata};
 use std::ops::Range;
@@ -51,8 +51,8 @@ impl Pages {
     pub(crate) fn open(description: &str) -> Result<Self> {
         let cannot_open = |why: String| {
             let message = format!(
-                "the memory of another process of this machine cannot be opened ({why}); start all processes of a machine as one user, in \
-                 one container"
+                "the memory of another process of this machine cannot be opened ({why}); start all \
+                 processes of a machine as one user, in one container"
             );
             Error::argument(OP, message)
         };
@@ -71,9 +71,11 @@ impl Pages {
     }
 
     fn map(file: File, len: usize) -> Result<Self> {
+        let offset = 0;
         // SAFETY: a new mapping at an address that the system chooses replaces no other mapping.
-        let address =
-            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+        let address = unsafe {
+            mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, offset)
+        };
         let address = address.map_err(|error| no_memory(len, error))?;
         let Some(address) = NonNull::new(address.cast()) else {
             return Err(Error::argument(OP, "the system has mapped memory at address 0"));
@@ -156,8 +158,8 @@ fn identity(found: &Metadata) -> (u64, u64, u64) {
 fn no_memory(bytes: usize, error: rustix::io::Errno) -> Error {
     let gib = bytes as f64 / (1u64 << 30) as f64;
     let message = format!(
-        "the system cannot provide {gib:.2} GiB of shared memory for streamed blocks ({error}); raise the memory limit of the \
-         container, stream fewer blocks, or quantize the base"
+        "the system cannot provide {gib:.2} GiB of shared memory for streamed blocks ({error}); raise the memory \
+         limit of the container, stream fewer blocks, or quantize the base"
     );
     Error::OutOfMemory { op: OP, message }
 }

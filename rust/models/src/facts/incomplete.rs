@@ -9,7 +9,8 @@ use trainable_candle_io::WeightFile;
 use crate::pipelines::{self, Pipeline, Role};
 use crate::pretrained::{CONFIG, read_json};
 
-/// The error for a folder that lacks the parts `missing` of a pipeline.
+/// The error for a folder that lacks the parts `missing` (names of subfolders) of a pipeline. The folder of a single
+/// part has its configuration at the top; the message then names the part's class.
 pub(super) fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
@@ -23,7 +24,8 @@ pub(super) fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&st
     Error::weights(path, text)
 }
 
-/// The error for a file that lacks the parts `missing` of a pipeline.
+/// The error for a file that lacks the parts `missing` of a pipeline. The message says that the file belongs to another
+/// pipeline; or else which flags give the missing parts; or else what the file looks like.
 pub(super) fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
     let other = pipelines::of_denoiser(&names).filter(|other| other.name != pipeline.name);

@@ -1,4 +1,6 @@
-//! Averages of an optimizer's variables over the steps, which replace the variables' values until training goes on.
+//! Averages of an optimizer's variables over the steps, which replace the variables' values until training continues.
+//! Meanwhile the trained values are in [`Stepper`]'s field `trained`, which is `None` while no averages replace them. A
+//! variable in half precision may have f32 master values, which a step updates and then rounds to the variable.
 
 use trainable_candle_core::compute::{copy_into, lerp_in_place};
 use trainable_candle_core::raw::own_copy;
@@ -30,6 +32,7 @@ impl<R: Rule> Stepper<R> {
             if step == 0 || var.elem_count() == 0 {
                 return Ok(None);
             }
+            // The state that the average is computed from, and the master values if there are any.
             let (state, master) = match &self.device {
                 Some(device) => device.state(var, index, average.state)?,
                 None => parameter.state(average.state)?,
@@ -67,7 +70,8 @@ impl<R: Rule> Stepper<R> {
         let trained = self.trained.get_mut()?.take().unwrap_or_default();
         for (index, (var, value)) in self.vars().iter().zip(&trained).enumerate() {
             var.update_in_place(|raw| copy_into(raw, value))?;
-            // The master values belong to the restored values, so they stay current.
+            // Master values count as out of date once their variable has changed. They belong to the restored values, so
+            // they are current again.
             if let Some(device) = &self.device {
                 device.mark_master_current(var, index);
             }

@@ -1,4 +1,7 @@
 //! Tests of convolutions against plain loops in f64: options, images in several parts, layouts, threads, errors.
+//!
+//! Images are (batch, height, width, channels), weights are (output channels, kernel height, kernel width, input
+//! channels of a group). The CPU form computes a large image in several parts.
 
 use super::cpu::{patch, stencil};
 use super::*;
@@ -31,7 +34,7 @@ fn plain_loops(x: &Tensor, weight: &Tensor, options: Conv2dOptions, g: impl Fn(u
         let (o, pixel) = (at % out, at / out);
         let (b, line, column) = (pixel / (oh * ow), pixel / ow % oh, pixel % ow);
         for (i, j) in (0..kh).flat_map(|i| (0..kw).map(move |j| (i, j))) {
-            // In the padded image.
+            // The position in the padded image.
             let (h, w) = (line * stride[0] + i * dilation[0], column * stride[1] + j * dilation[1]);
             if h < padding[0] || w < padding[1] || h - padding[0] >= height || w - padding[1] >= width {
                 continue;
@@ -102,6 +105,7 @@ fn an_image_in_several_parts_matches_plain_loops() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let (x, weight) = ([2, 61, 103, 130], [3, 3, 3, 130]);
     let geometry = Geometry::new("test", x, weight, None, options).unwrap();
+    // The parts of the result, which are those of the forward pass's only phase. 130 is the number of channels.
     let rects = patch::rects(&stencil::Stencil::forward(&geometry).phases[0], 130);
     let (lines, columns) = (&rects[0].lines, &rects[0].columns);
     assert!(lines.len() < 61 && columns.len() < 103, "parts must cut lines and columns: {lines:?} {columns:?}");
@@ -164,6 +168,7 @@ fn empty_convolutions_give_empty_results_or_the_bias() {
     };
     assert_eq!(conv(&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]).dims(), [0, 2, 2, 2]);
     assert_eq!(conv(&[1, 4, 4, 3], &[0, 3, 3, 3], &[0]).dims(), [1, 2, 2, 0]);
+    // One pixel with two output channels.
     let no_channels = conv(&[1, 3, 3, 0], &[2, 3, 3, 0], &[2]);
     assert_eq!(values(&no_channels), values(&numbers(&[2], 5, DType::F32)));
 }
@@ -177,6 +182,7 @@ fn wrong_operands_and_options_are_errors() {
     let (x, weight) = ([1, 4, 4, 3], [2, 3, 3, 3]);
     assert!(matches!(error_of(&x[1..], &weight, default), Error::Shape { .. }));
     assert!(matches!(error_of(&x, &[2, 3, 3, 4], default), Error::Shape { .. }));
+    // Three groups do not divide two output channels.
     assert!(matches!(error_of(&x, &[2, 3, 3, 1], Conv2dOptions { groups: 3, ..default }), Error::Shape { .. }));
     let message = error_of(&x, &[2, 3, 5, 3], default).to_string();
     assert!(message.starts_with("conv2d: a kernel of width 5") && message.contains("width 4"), "{message}");
@@ -196,9 +202,11 @@ fn wrong_operands_and_options_are_errors() {
         Error::OutOfMemory { .. }
     ));
     let (x, weight) = (numbers(&x, 0, DType::F32), numbers(&weight, 1, DType::F32));
+    // The weight has two output channels.
     let bias = numbers(&[3], 0, DType::F32);
     assert!(matches!(conv2d(&x, &weight, Some(&bias), default), Err(Error::Shape { .. })));
     let bf16_weight = weight.to_dtype(DType::BF16).unwrap();
     assert!(matches!(conv2d(&x, &bf16_weight, None, default), Err(Error::DType { .. })));
+    // A vector is no weight.
     assert!(matches!(conv2d_nchw(&x, &bias, None, default), Err(Error::Shape { .. })));
 }

@@ -1,4 +1,5 @@
-//! The CPU form of gated linear units.
+//! The CPU form of gated linear units, such as GEGLU: `h · function(gate)`, where a row of the input has `width`
+//! elements of h and then `width` elements of the gate.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -61,6 +62,7 @@ pub fn backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usiz
                             let (g, h, gate) = (g.to_acc(), h.to_acc(), gate.to_acc());
                             let value: <T as Elem>::Acc = Unary::apply(&function, gate);
                             to_h.write(T::from_acc(g * value));
+                            // The binary form of `function` multiplies g h, the gradient of `value`, by the derivative.
                             to_gate.write(T::from_acc(Binary::apply(&function, g * h, gate)));
                         }
                     }
