@@ -23,7 +23,7 @@ class Slice(NamedTuple):
     The matrix's rows are divided into `of` equal ranges. The layer has `count` ranges, beginning
     with range `first` (from 0). If `swapped`, the matrix has the second half of the layer's rows
     before the first half: of diffusers' layer `norm_out`, the first half computes scales and the
-    second half shifts, and originally it is the other way round.
+    second half shifts; originally, shifts come first.
     """
 
     name: str

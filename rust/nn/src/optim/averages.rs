@@ -70,8 +70,8 @@ impl<R: Rule> Stepper<R> {
         let trained = self.trained.get_mut()?.take().unwrap_or_default();
         for (index, (var, value)) in self.vars().iter().zip(&trained).enumerate() {
             var.update_in_place(|raw| copy_into(raw, value))?;
-            // Master values count as out of date once their variable has changed. They belong to the restored values, so
-            // they are current again.
+            // Master values count as out of date once their variable has changed. They belong to the restored values:
+            // mark them as current again.
             if let Some(device) = &self.device {
                 device.mark_master_current(var, index);
             }
