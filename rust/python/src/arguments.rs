@@ -94,12 +94,12 @@ impl Integer {
     }
 
     /// The value as an unsigned integer of 64 bits.
-    pub fn word(&self, op: &'static str, name: &str) -> Result<u64> {
+    pub fn as_u64(&self, op: &'static str, name: &str) -> Result<u64> {
         self.ranged(op, name, "an integer from 0 to 2**64 - 1")
     }
 
     /// The value as an unsigned integer of 32 bits.
-    pub fn word32(&self, op: &'static str, name: &str) -> Result<u32> {
+    pub fn as_u32(&self, op: &'static str, name: &str) -> Result<u32> {
         self.ranged(op, name, "an integer from 0 to 2**32 - 1")
     }
 

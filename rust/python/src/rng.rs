@@ -27,8 +27,8 @@ use crate::types::Anything;
 ///     ArgumentError: if the seed is out of range.
 #[pyfunction]
 pub fn manual_seed(seed: Integer) -> Result<()> {
-    // `word` returns the argument as u64, or an error with these names if it does not fit.
-    rng::manual_seed(seed.word("manual_seed", "seed")?);
+    // `as_u64` returns the argument as u64, or an error with these names if it does not fit.
+    rng::manual_seed(seed.as_u64("manual_seed", "seed")?);
     Ok(())
 }
 
@@ -61,7 +61,7 @@ pub fn get_rng_state() -> (u64, u64) {
 #[pyfunction]
 pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     const OP: &str = "set_rng_state";
-    rng::set_state(State { seed: state.0.word(OP, "seed")?, offset: state.1.word(OP, "the position")? });
+    rng::set_state(State { seed: state.0.as_u64(OP, "seed")?, offset: state.1.as_u64(OP, "the position")? });
     Ok(())
 }
 
@@ -78,7 +78,7 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
 #[pyfunction]
 pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64> {
     const OP: &str = "stream_seed";
-    Ok(State::of(seed.word(OP, "seed")?, purpose.parse()?, number.word(OP, "number")?).seed)
+    Ok(State::of(seed.as_u64(OP, "seed")?, purpose.parse()?, number.as_u64(OP, "number")?).seed)
 }
 
 /// Call `function` with a separate generator in place of the library's generator. The separate generator gives the same
@@ -98,7 +98,7 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
 #[pyfunction]
 pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyResult<Anything<'py>> {
     // Until `_stream` is dropped, this thread draws from the separate generator.
-    let _stream = rng::Stream::enter(State { seed: seed.word("draw_from", "seed")?, offset: 0 });
+    let _stream = rng::Stream::enter(State { seed: seed.as_u64("draw_from", "seed")?, offset: 0 });
     function.call(py, &[]).map(Anything)
 }
 
@@ -127,7 +127,8 @@ pub fn normal_samples(
     const OP: &str = "normal_samples";
     let mut dims = shape.iter().map(|size| size.count(OP, "a size")).collect::<Result<Vec<_>>>()?;
     dims.insert(0, samples.len());
-    let (samples, seed, purpose) = (sample_numbers(OP, &samples)?, seed.word(OP, "seed")?, purpose.parse::<Purpose>()?);
+    let (samples, seed, purpose) =
+        (sample_numbers(OP, &samples)?, seed.as_u64(OP, "seed")?, purpose.parse::<Purpose>()?);
     let sample_size: usize = dims[1..].iter().product();
     let draw = || {
         let values = rng::normal_samples(seed, purpose, &samples, sample_size);
@@ -142,5 +143,5 @@ pub fn normal_samples(
 /// # Errors
 /// `TypeError` if one is not an integer, `ArgumentError` if one is out of range.
 pub fn sample_numbers(op: &'static str, numbers: &[Integer]) -> Result<Vec<u64>> {
-    numbers.iter().map(|number| number.word(op, "a sample's number")).collect()
+    numbers.iter().map(|number| number.as_u64(op, "a sample's number")).collect()
 }

@@ -67,7 +67,7 @@ impl GradScaler {
             init_scale: init_scale.get(OP, "init_scale")?,
             growth_factor: growth_factor.get(OP, "growth_factor")?,
             backoff_factor: backoff_factor.get(OP, "backoff_factor")?,
-            growth_interval: growth_interval.word(OP, "growth_interval")?,
+            growth_interval: growth_interval.as_u64(OP, "growth_interval")?,
             enabled,
         };
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))

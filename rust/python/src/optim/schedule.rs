@@ -40,8 +40,8 @@ impl Schedule {
         end: Argument<f64>,
         power: Argument<f64>,
     ) -> Result<Self> {
-        let warmup_steps = warmup_steps.word(OP, "warmup_steps")?;
-        let total_steps = total_steps.word(OP, "total_steps")?;
+        let warmup_steps = warmup_steps.as_u64(OP, "warmup_steps")?;
+        let total_steps = total_steps.as_u64(OP, "total_steps")?;
         let decay = match kind {
             "constant" => Decay::Constant,
             "linear" => Decay::Linear { total_steps },
@@ -62,6 +62,6 @@ impl Schedule {
     /// Raises:
     ///     ArgumentError: if `step` is negative.
     fn factor(&self, step: Integer) -> Result<f64> {
-        Ok(self.0.factor(step.word(OP, "step")?))
+        Ok(self.0.factor(step.as_u64(OP, "step")?))
     }
 }

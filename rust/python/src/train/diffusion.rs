@@ -174,7 +174,7 @@ impl DiffusionObjective {
     ) -> Result<NoisedLatents> {
         const OP: &str = "noise";
         let samples = samples.map(|samples| sample_numbers(OP, &samples)).transpose()?;
-        let seed = seed.word(OP, "seed")?;
+        let seed = seed.as_u64(OP, "seed")?;
         let add_noise = || match &samples {
             Some(samples) => self.0.noise_for(&latents.0, samples, seed),
             None => self.0.noise(&latents.0),
@@ -224,8 +224,8 @@ impl DiffusionObjective {
     ) -> Result<NoisedLatents> {
         const OP: &str = "validation_noise";
         let examples =
-            examples.iter().map(|number| number.word32(OP, "an example's number")).collect::<Result<Vec<u32>>>()?;
-        let seed = seed.word(OP, "seed")?;
+            examples.iter().map(|number| number.as_u32(OP, "an example's number")).collect::<Result<Vec<u32>>>()?;
+        let seed = seed.as_u64(OP, "seed")?;
         let add_noise = || self.0.validation_noise(&latents.0, &examples, seed);
         compute(py, latents.0.elem_count(), add_noise).map(NoisedLatents)
     }

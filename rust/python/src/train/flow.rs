@@ -71,7 +71,7 @@ impl FlowMatching {
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "noise";
         let samples = samples.map(|samples| sample_numbers(OP, &samples)).transpose()?;
-        let seed = seed.word(OP, "seed")?;
+        let seed = seed.as_u64(OP, "seed")?;
         let work = || match &samples {
             Some(samples) => self.objective.noise_for(&data.0, samples, seed),
             None => self.objective.noise(&data.0),
@@ -105,7 +105,7 @@ impl FlowMatching {
         seed: Integer,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "validation_noise";
-        let (examples, seed) = (sample_numbers(OP, &examples)?, seed.word(OP, "seed")?);
+        let (examples, seed) = (sample_numbers(OP, &examples)?, seed.as_u64(OP, "seed")?);
         let work = || self.objective.validation_noise(&data.0, &examples, seed);
         compute(py, data.0.elem_count(), work).map(into_tuple)
     }
