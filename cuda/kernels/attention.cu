@@ -18,6 +18,10 @@
 // sees.
 // Grid (ceil(queries / 64) * batch * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
 // w128 81920.
+// `blocks` is the number of blocks that a multiprocessor must have room for; `keys` is the number of keys that a block copies at a time.
+// The template arguments 4, 1 of the functions on tensor cores are a block's warps and the tiles of 16 rows of each warp: a block owns 64
+// rows. The class of these rows says where products read them: in registers (`HeldRows`), in shared memory (`SharedRows`), or in the one
+// of the two that suits the architecture (`OwnRows`). `Dense()` means that a query sees all keys that `shape` allows.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
     attention_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                        \
@@ -35,6 +39,9 @@
 // multiprocessors.
 // Grid (K + Q), 128 threads: K = parts * ceil(keys / 64) * batch * heads blocks compute dk and dv (K = 0 if both are null), and
 // Q = ceil(queries / 64) * batch * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
+// A block for dk and dv owns 64 keys, with rows of the class `key_rows`; it copies 64 queries at a time, and works on `key_step` of them at
+// a time. A block for dq owns 64 queries, with rows of the class `query_rows`; it copies 64 keys at a time, and works on `query_step` of
+// them at a time.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \

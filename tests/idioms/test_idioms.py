@@ -22,9 +22,9 @@ LEAST = 261
 def names(device: str) -> dict[str, Any]:
     """Return the modules, tensors and variables that idioms use, by name."""
     v = tc.Var(tc.randn(3, 4, device=device))
-    (v * v).sum().backward()
+    (v * v).sum().backward()  # some idioms read v.grad
     x = tc.randn(2, 3, 4, device=device)
-    tc.save_file({"a": x}, "x.safetensors")
+    tc.save_file({"a": x}, "x.safetensors")  # an idiom loads this file
     i = tc.tensor([0, 2, 1], dtype="i64", device=device)
     functional = tc.nn.functional
     modules = {"tc": tc, "np": np, "copy": copy, "pickle": pickle, "F": functional}

@@ -13,13 +13,14 @@ from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
 
 
 def test_grid_puts_images_row_by_row() -> None:
-    # Three images of 2 x 3 pixels, with the values 0, 1 and 2.
+    # Three images with two rows of three pixels, with the values 0, 1 and 2.
     images = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
     grid = np.asarray(image_grid(images, columns=2, gap=1))
     white = 255
-    first = [0, 0, 0, white, 1, 1, 1]
-    last = [2, 2, 2, white, white, white, white]
-    np.testing.assert_array_equal(grid, [first, first, [white] * 7, last, last])
+    # Rows of pixels of the grid: two with the images 0 and 1, the gap, and two with the image 2.
+    upper = [0, 0, 0, white, 1, 1, 1]
+    lower = [2, 2, 2, white, white, white, white]
+    np.testing.assert_array_equal(grid, [upper, upper, [white] * 7, lower, lower])
 
 
 def test_grid_enlarges_and_keeps_colours() -> None:
@@ -31,6 +32,7 @@ def test_grid_enlarges_and_keeps_colours() -> None:
 
 
 def test_grid_is_about_square_by_default() -> None:
+    # Ten images make four columns and three rows.
     assert image_grid(np.zeros((10, 8, 8), dtype=np.uint8), gap=0).size == (32, 24)
 
 
@@ -66,6 +68,7 @@ def test_loss_curve_is_drawn(tmp_path: Path) -> None:
     loss_curve(tmp_path / "loss.png", list(range(1, 101)), [1 / n for n in range(1, 101)])
     with Image.open(tmp_path / "loss.png") as image:
         assert image.format == "PNG"
+        # A blank image would have one colour.
         assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 10
 
 

@@ -15,6 +15,7 @@ from trainable_candle.train import TrainConfig
 from .measured_runs import FLUX, ROWS, SDXL, Run, facts_of
 from .test_budget import Model, budget
 
+# The name of a model, its family, and the sizes of an input (for a language model, the tokens).
 MODELS = [("Flux.1-dev", "flux", FLUX), ("SDXL", "sdxl", SDXL), ("Llama-3-8B", "causal-lm", ROWS)]
 
 
@@ -37,23 +38,25 @@ def test_recomputing_more_blocks_takes_less_memory_and_more_time(
 
     blocks = facts_of(tmp_path, model).blocks_to_checkpoint
     none = peak_and_seconds(gradient_checkpointing="selective")
-    parts = [
+    by_count = [
         peak_and_seconds(gradient_checkpointing=policy, checkpoint_blocks=count)
         for count in (blocks // 4, blocks // 2, 3 * blocks // 4, blocks)
     ]
     every = peak_and_seconds(gradient_checkpointing=policy)
-    assert parts[-1] == every
-    peaks, times = zip(none, *parts, strict=True)
+    assert by_count[-1] == every
+    peaks, times = zip(none, *by_count, strict=True)
     assert list(peaks) == sorted(peaks, reverse=True)
     assert list(times) == sorted(times)
     # Recomputing half of the blocks saves about half of what recomputing all of them saves.
-    saved = (none[0] - parts[1][0]) / (none[0] - every[0])
+    peak_of_none, _, peak_of_half, _, peak_of_every = peaks
+    saved = (peak_of_none - peak_of_half) / (peak_of_none - peak_of_every)
     assert 0.4 < saved < 0.75
 
 
 def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
     limits = budget(16, "RTX 4090")
+    # With the streaming given, the plan chooses how much to recompute.
     found = model.plan(limits, stream_blocks=42, stream_modulation=True)
     count = found.chosen["checkpoint_blocks"]
     assert 1 <= count < 57  # the number of blocks
@@ -64,7 +67,8 @@ def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     estimate = model.estimate(found.config, limits.memory)
     fewer, every = (found.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
     assert estimate(fewer).peak > limits.planned
-    assert step_seconds(Plan(every, estimate(every), {}), limits) > step_seconds(found, limits)
+    plan_for_every = Plan(every, estimate(every), chosen={})
+    assert step_seconds(plan_for_every, limits) > step_seconds(found, limits)
 
 
 def test_a_given_policy_is_for_all_blocks_or_the_given_number(tmp_path: Path) -> None:
@@ -89,13 +93,14 @@ def test_planning_estimates_few_configurations_with_a_part_of_the_blocks(tmp_pat
         return inner(other)
 
     make_plan(config, model.family.groups, limits, estimate)
-    with_parts = sum(other.checkpoint_blocks is not None for other in tried)
-    assert 0 < with_parts < 2 * (len(tried) - with_parts)
+    for_some_blocks = sum(other.checkpoint_blocks is not None for other in tried)
+    # Less than two thirds of all estimates.
+    assert 0 < for_some_blocks < 2 * (len(tried) - for_some_blocks)
 
 
 def test_more_blocks_than_there_are_is_an_error(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
-    given = {"gradient_checkpointing": "full", "checkpoint_blocks": 58}
+    given = {"gradient_checkpointing": "full", "checkpoint_blocks": 58}  # the model has 57
     with pytest.raises(ArgumentError, match="found 58 blocks to recompute, expected at most 57"):
         model.plan(budget(24), **given)
 

@@ -11,6 +11,8 @@ __device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return a
 // The upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart (1 << 30 | 1024 / DESCRIPTOR_UNIT).
 #define ROWS_DESCRIPTOR "1073741888"
 
+// SUMS_n lists n operands kind(d[i]), kind(d[i + 1]), ... for an asm statement (i = 0 where SUMS_n does not take i), and REGISTERS_n their
+// placeholders %0, %1, ... in the text of the statement.
 #define SUMS_8(kind, d, i)                                                                                                             \
     kind(d[i]), kind(d[i + 1]), kind(d[i + 2]), kind(d[i + 3]), kind(d[i + 4]), kind(d[i + 5]), kind(d[i + 6]), kind(d[i + 7])
 #define SUMS_24(kind, d, i) SUMS_8(kind, d, i), SUMS_8(kind, d, i + 8), SUMS_8(kind, d, i + 16)
@@ -36,8 +38,8 @@ __device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return a
 
 // multiply_codes computes sums (64 rows, columns) = x wᵀ, or sums += x wᵀ if `add`, with codes x (64, 32) and w (columns, 32), whose
 // descriptors are `left` and `right`. Sums of int8 codes are integers, and sums of e4m3 codes are floats. Arguments of the macro: `signs`
-// are the signs of the factors, which only instructions with floats take; `count` is columns / 2; `a`, `b` and `adds` are the numbers of
-// the assembly operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
+// are the signs of the factors (1: unchanged), which only instructions with floats take; `count` is the sums of a thread, columns / 2;
+// `a`, `b` and `adds` are the numbers of the assembly operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
 #define INTEGER(sum) "+r"(sum)
 #define FLOAT(sum) "+f"(sum)
 #define PRODUCT_OF_CODES(type, kind, instruction, columns, signs, count, a, b, adds)                                                   \

@@ -8,7 +8,8 @@
 
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// Multiplies `N` values that begin at `column` by the scales of their columns. All these columns belong to one part.
+// Multiplies `N` values of one row, from column `column` on, by the scales of their columns. The scale of column j is the scale of row j
+// of the matrix of codes that consists of the `count` parts in `parts`. All `N` columns belong to one part.
 template <int N>
 __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
     uint32_t index = 0;
@@ -33,7 +34,8 @@ __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t colum
     }
 }
 
-// The values of a pack, widened. nvcc 13.0 takes two instructions for the second bf16 number of a word, this function one.
+// The values of a pack, widened. For the second bf16 number of a word, the code that nvcc 13.0 makes of `widen` has two instructions, and
+// this function has one.
 template <typename T, int N> __device__ __forceinline__ void widen_pack(const Pack<T, N> &pack, float (&values)[N]) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
         uint32_t words[N / 2];
@@ -90,6 +92,7 @@ template <bool IS_INT8, bool IS_EXTREME> struct Rounder {
         }
     }
 
+    // Writes the codes of `N` values.
     template <int N> __device__ __forceinline__ void store(uint8_t *to, const float (&values)[N]) const {
         Pack<uint32_t, N / 4> words;
 #pragma unroll
@@ -111,6 +114,7 @@ template <typename F> __device__ __forceinline__ void with_rounder(float scale, 
 
 // The scale of a row: its largest magnitude / the largest code. It is NaN for a row with a non-finite number, and 1 for a row of zeros.
 struct RowScale {
+    // The bits of the largest magnitude that this thread has seen.
     uint32_t bits = 0;
 
     template <int N> __device__ __forceinline__ void see(const float (&values)[N]) {
@@ -119,7 +123,7 @@ struct RowScale {
         for (int k = 0; k < N; k++) bits = max(bits, __float_as_uint(values[k]) & 0x7fffffff);
     }
 
-    // The scale of the row whose values the threads of a team have seen.
+    // The scale of the row whose values the threads of a team have seen. A team is the threads that work on the same row.
     __device__ __forceinline__ float of_team(bool is_int8) const {
         constexpr uint32_t INFINITE = 0x7f800000;
         __shared__ uint32_t shared[WARP];

@@ -39,6 +39,8 @@ _Task = TypeVar("_Task")
 class LatentCache:
     """The encoder's results for the views of a data set; encodes each batch if the cache is off.
 
+    A view is a crop of an image, perhaps mirrored or with changed colours.
+
     Args:
         dataset: the images.
         encode: takes pixels, uint8 of shape (n, h, w, 3); returns tensors of n rows by name.
@@ -93,11 +95,11 @@ class LatentCache:
             DistributedError: another process has failed.
         """
         if not self._is_on:
-            return Filled(0, 0, 0)
+            return Filled(found=0, made=0, removed=0)
         dataset = self._dataset
         views = {self._key(view): view for view in dataset.views()}
         missing = self._entries.missing(list(views))
-        mine, lacking = _dealt(group, missing, views)
+        mine, missing_anywhere_keys = _dealt(group, missing, views)
 
         def bucket_of(view: View) -> Bucket:
             return dataset.items[view.item].fit.bucket
@@ -106,6 +108,7 @@ class LatentCache:
             return max(1, self._encode_area // (bucket.width * bucket.height))
 
         def key_and_facts(view: View) -> tuple[str, dict[str, str]]:
+            """Return the key of an entry, and the facts that its file holds beside the tensors."""
             picture = dataset.items[view.item].picture
             return self._key(view), {"source": str(picture.path), "digest": picture.digest}
 
@@ -117,12 +120,17 @@ class LatentCache:
             # Each batch takes its images from `pixels`, the stream of decoded images.
             stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
             self._entries.fill(batches, stacked, self._encode, key_and_facts, done)
-        self._entries.pass_on(group, lacking)
+        # Send the entries to those processes that lack them.
+        self._entries.pass_on(group, missing_anywhere_keys)
         removed = 0
         if group.rank == 0:
             digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
             removed = self._entries.remove_superseded(set(views), digests)
-        return Filled(len(views) - len(lacking), len(lacking), removed)
+        return Filled(
+            found=len(views) - len(missing_anywhere_keys),
+            made=len(missing_anywhere_keys),
+            removed=removed,
+        )
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
         """Return the tensors of a batch of B images, by name; their shapes begin with B.
@@ -221,19 +229,25 @@ class TextCache:
             DistributedError: another process has failed.
         """
         if not self._is_on:
-            return Filled(0, 0, 0)
+            return Filled(found=0, made=0, removed=0)
         texts = {_text_key(caption): caption for caption in ("", *captions)}
         missing = self._entries.missing(list(texts))
-        mine, lacking = _dealt(group, missing, texts)
+        mine, missing_anywhere_keys = _dealt(group, missing, texts)
 
         def key_and_facts(caption: str) -> tuple[str, dict[str, str]]:
+            """Return the key of an entry, and the facts that its file holds beside the tensors."""
             return _text_key(caption), {"caption": caption}
 
         batches = groups_of(mine, self._parts, self._captions_at_once)
         with Progress("captions", len(mine), progress, report) as done:
             self._entries.fill(batches, batches, self._encode, key_and_facts, done)
-        self._entries.pass_on(group, lacking)
-        return Filled(len(texts) - len(lacking), len(lacking), 0)
+        # Send the entries to those processes that lack them.
+        self._entries.pass_on(group, missing_anywhere_keys)
+        return Filled(
+            found=len(texts) - len(missing_anywhere_keys),
+            made=len(missing_anywhere_keys),
+            removed=0,
+        )
 
     def _captions_at_once(self, parts: int) -> int:
         return max(1, self._encode_parts // max(1, parts))
@@ -247,6 +261,7 @@ class TextCache:
         if self._is_on:
             rows = [self._entries.get(_text_key(caption)) for caption in captions]
         else:
+            # Only captions of equal size can be encoded together, so each is encoded alone.
             rows = [self._entries.placed(self._encode([caption])) for caption in captions]
         if any(len({row[name].shape for row in rows}) > 1 for name in rows[0]):
             blank = self.batch([""])
@@ -267,11 +282,11 @@ def _dealt(
     Returns:
         The tasks that this process encodes, and the keys of all entries that some process lacks.
     """
-    lacking = missing_anywhere(group, missing, tasks)
+    missing_anywhere_keys = missing_anywhere(group, missing, tasks)
     missing_here = set(missing)
-    mine = lacking[group.rank :: group.size]
+    mine = missing_anywhere_keys[group.rank :: group.size]
     # An entry that this process has, but another lacks, is not encoded again: `pass_on` sends it.
-    return [tasks[key] for key in mine if key in missing_here], lacking
+    return [tasks[key] for key in mine if key in missing_here], missing_anywhere_keys
 
 
 def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

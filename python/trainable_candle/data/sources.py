@@ -27,7 +27,7 @@ _SYNONYMS: Final = {
     "class_tokens": "caption",
 }
 """The fields of `Source` by their names in kohya's and ai-toolkit's lists of folders."""
-_REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
+_KOHYA_FOLDER: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """Folder names of kohya's scripts: the number of repeats, `_`, and the class."""
 
 
@@ -63,7 +63,7 @@ def parse_sources(
                     f"dataset: {path} is a file, expected a folder of images, or a YAML file that "
                     "lists folders"
                 )
-            return _repeated(Source(path, caption), where)
+            return _replaced_by_kohya_folders(Source(path, caption), where)
         base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
     else:
         entries = list(dataset)
@@ -77,14 +77,17 @@ def parse_sources(
             raise ConfigError(f"{place} is {source.path} again; give `repeats: 2` to see it twice")
         found.append(source)
     return tuple(
-        part
+        folder
         for number, source in enumerate(found, 1)
-        for part in _repeated(source, f"{where}: entry {number}")
+        for folder in _replaced_by_kohya_folders(source, f"{where}: entry {number}")
     )
 
 
-def _repeated(source: Source, where: str) -> tuple[Source, ...]:
-    """Replace a source by the folders inside it whose names give repeats and class, if any.
+def _replaced_by_kohya_folders(source: Source, where: str) -> tuple[Source, ...]:
+    """Replace a source by the folders inside it whose names give repeats and class.
+
+    Return the source alone if there are no such folders, or if `parse_sources` does not replace it.
+    `where` is the start of error messages.
 
     Raises:
         DatasetError: the folder is the output of a run.
@@ -102,7 +105,7 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
     folders = [
         (entry.name, match)
         for entry in inside
-        if (match := _REPEATED.fullmatch(entry.name)) and entry.is_dir()
+        if (match := _KOHYA_FOLDER.fullmatch(entry.name)) and entry.is_dir()
     ]
     if _has_images(source.path):
         ignored = [name for name, _ in folders if _has_images(source.path / name)]
@@ -122,7 +125,7 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
             )
             for name, match in folders
         ) or (source,)
-    except ConfigError as error:
+    except ConfigError as error:  # `Source` rejects 0 repeats.
         reason = str(error).removeprefix("dataset: ")
         names = ", ".join(name for name, _ in folders)
         raise ConfigError(f"{where}: {source.path}: {reason}, in the names {names}") from None

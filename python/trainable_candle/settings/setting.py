@@ -41,12 +41,12 @@ class Setting:
     """Whether the items of a list are texts, which may contain commas; the flag then takes one item
     and may be repeated."""
     several: bool = False
-    """Whether the flag of such a list takes several items at once."""
+    """Whether the flag of a list of texts (see `texts`) takes several items at once."""
     tokenized: bool = False
     """Whether a tokenizer reads the value, which must then be valid UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
-    """Whether a resumed run with another value still repeats the earlier run; may be a function of
-    the values of all its settings, by name."""
+    """Whether a resumed run may change the value and still compute what the earlier run would have
+    computed; or a function that decides this from the values of all its settings, by name."""
     section: str | None = None
     """The section of the help; None: that of the group."""
     synonyms: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Group:
     section: ClassVar[str]
     """The section of the help that shows the group's settings."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """When settings have an effect. A run checks at its start that its settings have one."""
+    """When settings have an effect. A run checks at its start that its settings have an effect."""
     contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
     """Functions from a configuration to a message about a contradiction in it, or None. They are
     called whenever a configuration is made."""

@@ -1,4 +1,4 @@
-"""Plans that recompute only the first blocks of a model; its other blocks are "selective".
+"""Plans that recompute only the first blocks of a model; the others have the policy "selective".
 
 In this module, "recompute" means one of `POLICIES`, which recompute whole blocks.
 """
@@ -28,7 +28,10 @@ as fits."""
 
 
 def without_recomputation(plan: Plan) -> Plan:
-    """Return the plan as if it recomputed no block; its time is a lower bound."""
+    """Return the plan as if it recomputed no block.
+
+    Its time is a lower bound for all plans that differ only in the number of recomputed blocks.
+    """
     work = plan.estimate.work
     if work is None:
         return plan
@@ -45,12 +48,14 @@ def plans_along_border(
 ) -> Iterator[Plan]:
     """Yield plans along the border of what fits: less recomputation needs more streaming.
 
-    For each choice, the number of recomputed blocks falls until the plan no longer fits. The next
-    choice, which streams more, continues with this number.
+    A choice maps names of settings to values. For each choice, the number of recomputed blocks
+    falls until the plan no longer fits. The next choice, which streams more, continues with this
+    number. So plans that do not fit are among those yielded.
 
     Args:
         ladder: choices with one policy of `POLICIES`, in the order of more streaming and less
-            memory. The first choice fits if all blocks are recomputed.
+            memory. The first choice fits if all blocks are recomputed; that plan is known already,
+            and is not yielded.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
@@ -81,16 +86,16 @@ def fewest(
 
     Args:
         best: the fastest plan that fits.
-        choice: the choice of `best`.
+        choice: the values of the settings of `best`, by name.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
     """
     most = choice[COUNT] or blocks
-    # If the next smaller number that `plans_along_border` tries did fit, its plan would be the
-    # fastest.
+    # The next smaller number that `plans_along_border` tries does not fit: if it did, its plan
+    # would be the fastest. So the result is larger than that number.
     least = max((count for count in _counts(blocks) if count < most), default=0) + 1
-    # Bisect: `most` blocks fit.
+    # Bisect: a plan that recomputes `most` blocks fits.
     while least < most:
         middle = (least + most) // 2
         found = plan({**choice, COUNT: middle})

@@ -36,9 +36,13 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Trainer
 
 _DOWN: Final = ".lora_A.weight"
+"""What follows the layer's name in the name of a factor A."""
 _UP: Final = ".lora_B.weight"
+"""What follows the layer's name in the name of a factor B."""
 _PEFT: Final = "base_model.model."
+"""What precedes the layer's name in the keys of peft's files."""
 _FILE: Final = "start.safetensors"
+"""The file of a checkpoint folder with the start."""
 
 
 def doubled(config: tc.LoraConfig) -> tc.LoraConfig:
@@ -173,7 +177,7 @@ class PissaStart:
         with TemporaryDirectory() as folder:
             path = Path(folder) / _FILE
             tc.save_file(tc.snapshot(frozen), path)
-            self._subtracted = self._model.add_training_adapter(path, -1.0)
+            self._subtracted = self._model.add_training_adapter(path, scale=-1.0)
 
 
 class KeepStart(Callback):
@@ -214,14 +218,18 @@ class KeepStart(Callback):
 def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> None:
     """Check that a resumed run has `--init pissa` if, and only if, the earlier run had it.
 
+    Args:
+        config: the settings of the resumed run.
+        earlier: the settings of the earlier run, by name; without `init`, it is the default.
+
     Raises:
         ConfigError: only one of the two runs has `init` pissa.
     """
-    before = earlier.get("init", INITS[0])
-    if before != config.init and PISSA in {before, config.init}:
+    earlier_init = earlier.get("init", INITS[0])
+    if earlier_init != config.init and PISSA in {earlier_init, config.init}:
         raise ConfigError(
-            f"resume: the checkpoint is of a run with --init {before}, and --init is "
-            f"{config.init}; give --init {before}"
+            f"resume: the checkpoint is of a run with --init {earlier_init}, and --init is "
+            f"{config.init}; give --init {earlier_init}"
         )
 
 

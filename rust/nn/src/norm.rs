@@ -7,6 +7,9 @@ use trainable_candle_core::{Result, Tensor};
 
 use crate::{Module, Visitor};
 
+/// The number of dimensions, counted from the last, that [`LayerNorm`] normalises.
+const NORMALIZED_DIMS: usize = 1;
+
 /// Layer normalisation of the last dimension (Ba et al. 2016, arXiv:1607.06450).
 pub struct LayerNorm {
     /// Scale, (features); None for a scale of 1.
@@ -23,7 +26,7 @@ impl LayerNorm {
     /// # Errors
     /// As [`layer_norm`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        layer_norm(x, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+        layer_norm(x, NORMALIZED_DIMS, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
     /// Return x + residual and [`forward`](Self::forward) of this sum. `x`, `residual` and both results are
@@ -32,7 +35,7 @@ impl LayerNorm {
     /// # Errors
     /// As [`add_layer_norm`].
     pub fn add_forward(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        add_layer_norm(x, residual, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+        add_layer_norm(x, residual, NORMALIZED_DIMS, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 }
 

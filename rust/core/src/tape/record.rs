@@ -47,7 +47,9 @@ pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
 /// Keeps values for an operation's backward pass: `save` keeps activations, and `hold` keeps parameters.
 pub struct Saver<'a> {
+    /// The operation's inputs.
     inputs: &'a [&'a Tensor],
+    /// Whether the operation runs in the function of a checkpoint, which recomputes saved values.
     recording: bool,
 }
 
@@ -59,6 +61,7 @@ impl Saver<'_> {
 
     /// Keep an input that the backward pass reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
+        // `slot` refers to the checkpoint that recomputes the value, `again` to the node that does, if there is one.
         let slot = if self.recording { checkpoint::save(&tensor.raw) } else { None };
         slot.or_else(|| Saved::again(tensor)).unwrap_or_else(|| Saved::keep(tensor))
     }
@@ -106,7 +109,8 @@ pub fn record_with_aux<B: Backward + 'static>(
     }
     let backward = backward(&mut Saver { inputs, recording: mode.recording() }, &raw, &aux);
     if mode.recording() {
-        // Once all saved values exist, a recomputation ends here with an error that its checkpoint handles.
+        // If this is a recomputation and all saved values exist now, an error ends the checkpoint's function here. The
+        // checkpoint handles this error.
         checkpoint::stop_if_complete()?;
     }
     Ok(on_tape(op.name, inputs, raw, Box::new(backward)))
@@ -123,7 +127,8 @@ pub fn record_view<B: Backward + 'static>(
         Some(_) if flags().grad_enabled() => on_tape(op.name, &[input], view, Box::new(backward())),
         _ => Tensor::constant(view),
     };
-    // A view of a variable changes with the variable, so a backward pass must check the same version.
+    // A version counts a variable's changes in place. A view of the variable changes with it, so backward passes must
+    // check the view against the same counter.
     result.version = input.version.clone();
     Ok(result)
 }

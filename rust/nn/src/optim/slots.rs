@@ -40,7 +40,7 @@ impl Slots {
     pub(super) fn steps<C>(&self, groups: &[Group<C>]) -> Option<Vec<u64>> {
         let mut steps = vec![None; self.group_of.len()];
         let parameters = groups.iter().flat_map(|group| &group.parameters);
-        // Empty variables take no steps.
+        // Empty variables take no steps, so their numbers of steps do not count.
         for (parameter, &slot) in parameters.zip(&self.of).filter(|(parameter, _)| parameter.var.elem_count() > 0) {
             if *steps[slot].get_or_insert(parameter.step) != parameter.step {
                 return None;
@@ -59,6 +59,7 @@ impl Slots {
         participants: impl Iterator<Item = usize> + Clone,
     ) -> Option<(Self, Vec<usize>)> {
         let count = self.group_of.len();
+        // For each slot, the number of its variables that are not empty, and of those that take part.
         let (mut nonempty, mut taking_part) = (vec![0usize; count], vec![0usize; count]);
         for (&slot, _) in self.of.iter().zip(vars).filter(|(_, var)| var.elem_count() > 0) {
             nonempty[slot] += 1;
@@ -125,6 +126,8 @@ mod tests {
         let slots = Slots::new(&groups);
         assert_eq!((&slots.group_of[..], &slots.of[..]), (&[0, 1][..], &[0, 0, 0, 1][..]));
         assert!(slots.split(&vars, 0..4).is_none() && slots.split(&vars, 0..3).is_none());
+        // Variable 1 takes part without the others of slot 0, so it moves to a new slot, 2. Variable 3 is alone in its
+        // slot, 1.
         let (split, old_slots) = slots.split(&vars, [1, 3].into_iter()).unwrap();
         assert_eq!((&split.group_of[..], &split.of[..], &old_slots[..]), (&[0, 1, 0][..], &[0, 2, 0, 1][..], &[0][..]));
     }

@@ -11,6 +11,7 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 use super::quant::BLOCK_SIZE;
 use super::rule::{StateKind, StateSlice, StateSpec};
 
+// Names of entries of a state dict; `MASTER` follows the index of a parameter. See `StateDict`.
 const STEP: &str = "step";
 const LR: &str = "lr";
 const KIND: &str = "kind";
@@ -49,7 +50,8 @@ pub(super) struct Group<C> {
 /// A variable with its states.
 pub(super) struct Parameter {
     pub(super) var: Var,
-    /// The number of steps taken. Once the states are on a device, the device counts the steps, and this number stays.
+    /// The number of steps taken. Once the states are on a device, the device counts the steps, and this number no
+    /// longer changes.
     pub(super) step: u64,
     /// Empty before the first step, and while a device has the states.
     pub(super) states: SmallVec<[State; 4]>,
@@ -289,13 +291,13 @@ pub(super) fn from_dict(
     // The entries read so far: kind, step and lr, and the seed if there is one.
     let mut read_count = 3 + usize::from(rounds);
     let mut loaded = Vec::with_capacity(parameters.len());
-    for (index, ((parameter, own_specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
+    for (index, ((parameter, parameter_specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
         let step = u64::try_from(step)
             .map_err(|_| reader.error(format!("parameter {index} has taken {step} steps, expected 0 or more")))?;
         let mut new = Parameter { step, ..parameter.fresh() };
         if step > 0 {
-            for &spec in own_specs {
+            for &spec in parameter_specs {
                 let key = format!("{index}.{}", spec.name);
                 let tensor = reader.get(&key, State::dtype(spec, parameter), &spec.kind.dims(var.dims()))?;
                 new.states.push(State::from_tensor(spec, tensor)?);

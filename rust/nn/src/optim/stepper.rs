@@ -358,14 +358,17 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()> {
-        self.run(|_| true, guard, false)
+        let zero = false;
+        self.run(|_| true, guard, zero)
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.run(|var| grads.contains(var), Guard::default(), true)
+        let zero = true;
+        self.run(|var| grads.contains(var), Guard::default(), zero)
     }
 
     fn group_lrs(&self) -> Vec<f64> {
+        // `R::lr` returns a mutable reference, so it gets a copy of the hyper-parameters.
         self.groups.iter().map(|group| *R::lr(&mut R::Config::clone(&group.config))).collect()
     }
 
@@ -412,7 +415,8 @@ impl<R: Rule> Optimizer for Stepper<R> {
         if let Some(device) = &mut self.device
             && let Err(error) = device.take::<R>(&mut self.groups, seed)
         {
-            // The host still has all loaded states; the next step moves them to the device.
+            // The host still has all loaded states; the next step moves them to the device. Captured steps, which would
+            // use the earlier states on the device, return errors from now on.
             device.retire()?;
             self.device = None;
             return Err(error);

@@ -31,6 +31,7 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
         from_numpy(op, array)?
     } else if data.is_instance_of::<PyList>() || data.is_instance_of::<PyTuple>() || is_number(data)? {
         match nested::read(op, data, dtype)? {
+            // These numbers have the requested dtype already.
             Some(raw) => return Ok(raw),
             // The lists contain arrays, which numpy stacks.
             None => from_array_like(op, data)?,

@@ -138,7 +138,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
         .into());
     }
     let mut result = tensor.clone();
-    // The next dimension of `result`, and the same dimension of `tensor`.
+    // The dimension to which the next entry applies: its index in `result`, which already has the effect of the entries
+    // before, and its index in `tensor`, for messages.
     let (mut dim, mut source_dim) = (0, 0);
     for item in items {
         match item {

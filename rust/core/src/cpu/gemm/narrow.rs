@@ -1,8 +1,8 @@
 //! Products of a large f16 or bf16 matrix with a matrix of a few columns. A language model computes such products when
 //! it generates one token.
 //!
-//! The elements of the large matrix are converted in registers, and the matrix is not packed. So a product takes about
-//! as long as reading this matrix once.
+//! The elements of the large matrix are converted to f32 in registers, and the matrix is not packed. So a product takes
+//! about as long as reading this matrix once.
 
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
@@ -16,8 +16,8 @@ const COLUMNS: usize = 4;
 /// of the registers of AVX2 and of NEON.
 const RUN: usize = 16;
 
-/// A product `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
-/// contiguous.
+/// A product `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. `a` is the large matrix; `b` and `c` have a
+/// few columns and already the dtype of sums, `T::Acc`. The rows of `a` and the columns of `b` are contiguous.
 pub struct Narrow<T: Elem> {
     /// Rows of `a` and `c`.
     pub m: usize,
@@ -74,6 +74,7 @@ impl<T: Elem> Narrow<T> {
             let a = self.a.add(i * self.a_step);
             let b: [*const T::Acc; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
             let chains = if N == 1 { CHAINS } else { 1 };
+            // `sums[chain][column][lane]`: `lane` is the index of an element in its run.
             let mut sums = [[[T::Acc::ZERO; RUN]; N]; CHAINS];
             let mut p = 0;
             while p + chains * RUN <= self.k {
@@ -82,6 +83,7 @@ impl<T: Elem> Narrow<T> {
                 }
                 p += chains * RUN;
             }
+            // The remaining runs, fewer than one for each chain.
             while p + RUN <= self.k {
                 add_run(&mut sums[0], a.add(p), b.map(|b| b.add(p)));
                 p += RUN;
@@ -96,6 +98,7 @@ impl<T: Elem> Narrow<T> {
             }
             for (n, totals) in totals.iter().enumerate() {
                 let mut sum = totals.iter().fold(T::Acc::ZERO, |sum, &x| sum + x);
+                // The remaining elements, fewer than a run.
                 for p in p..self.k {
                     sum = (*a.add(p)).to_acc().mul_add(*b[n].add(p), sum);
                 }

@@ -74,6 +74,7 @@ impl Backward for LogsumexpBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let dtype = context.grad().dtype();
         let acc = accumulator(dtype);
+        // Each element of x gets the gradient of the result that it belongs to.
         let grad = self.reduction.spread(&compute::cast(context.grad(), acc)?)?;
         let x = compute::cast(&self.x.get()?, acc)?;
         let grad = compute::ternary(&grad, &x, &self.result.get()?, TimesExpDifference)?;
@@ -85,10 +86,12 @@ impl Backward for LogsumexpBackward {
 fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
     let x = compute::cast(x, accumulator(x.dtype()))?;
     if reduction.count == 0 {
+        // Each result is the logarithm of an empty sum.
         return compute::full(f64::NEG_INFINITY, &reduction.keepdim_shape, x.dtype(), x.device());
     }
-    let largest = compute::unary(&compute::max(&x, &reduction.dims, true)?, Finite)?;
-    let sum = compute::sum(&compute::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;
+    let keepdim = true;
+    let largest = compute::unary(&compute::max(&x, &reduction.dims, keepdim)?, Finite)?;
+    let sum = compute::sum(&compute::binary(&x, &largest, ExpDifference)?, &reduction.dims, keepdim)?;
     compute::binary(&sum, &largest, LogPlus)
 }
 
