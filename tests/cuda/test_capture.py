@@ -1,6 +1,9 @@
 """Captured functions, copies, memory and DLPack on the simulated device.
 
-The device's copies move data, but its kernels do not compute.
+The device's copies move data, but its kernels do not compute. `cuda.run` runs code in a process of
+its own and returns the log of the calls of the simulated driver. `run.after(name)` is the part of
+the log from `mark(name)` to the next mark. Calls of the kind "refused" are those that the driver
+rejected, and `waits` are those for which the host waits.
 """
 
 from typing import Any
@@ -57,6 +60,7 @@ def test_a_training_step_becomes_one_replay(cuda: Any) -> None:
         replay = run.after(f"call-{call}")
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
+        # A replay records nothing, allocates nothing, and makes no matrix product of its own.
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
         # The launches outside the graph copy the generator's offset, two inputs, two outputs, and
         # the two gradients that the code above reads.
@@ -97,6 +101,7 @@ def test_optimizers_step_in_a_graph(cuda: Any) -> None:
             assert step(x, labels)[0].shape == ()
         """)
         assert run.of("refused") == [], name
+        # These calls replay the graph; earlier calls allocate and record.
         for call in (4, 5):
             replay = run.after(f"call-{call}")
             assert len(replay.of("replay")) == 1
@@ -176,6 +181,7 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
         }
         for name, function in cases.items():
             step = tc.cuda.capture(function, [x])
+            # After a failure, the calls start over: the next call only runs the function again.
             for attempt in range(2):
                 # The first call only runs the function. The second call records it and fails.
                 step(x)
@@ -321,12 +327,13 @@ def test_running_out_of_memory_during_a_capture_is_an_error(cuda: Any) -> None:
             step(x)
         assert step.is_recorded
     """, settings={"MEMORY": str(2 << 30)})  # fmt: skip
+    # The device has 2 GiB, and the function's tensor of 2^30 f32 numbers takes 4 GiB.
     assert "needs 4.00 GiB" in run.output
 
 
 def test_unused_memory_can_be_given_back(cuda: Any) -> None:
     run = cuda.run("""
-        x = tc.zeros((64, 1024, 1024), device="cuda")
+        x = tc.zeros((64, 1024, 1024), device="cuda")  # 256 MiB
         used = tc.zeros(3, device="cuda")
         del x
         before = tc.cuda.memory_stats()
@@ -361,12 +368,14 @@ def test_dlpack_exports_to_valid_streams_only(cuda: Any) -> None:
     run = cuda.run("""
         t = tc.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda")
         assert t.__dlpack_device__() == (2, 0)  # CUDA, device 0
+        # In DLPack's protocol, 1 is the legacy default stream, and -1 asks for no synchronization.
         for stream in (None, 1, -1):
             capsule = t.T.__dlpack__(stream=stream, max_version=(1, 0))
             copy = tc.from_dlpack(capsule)
             assert (copy.device, copy.shape, copy.dtype) == ("cuda:0", (2, 2), "f32")
         assert tc.from_dlpack(t).device == "cuda:0"
         assert tc.tensor(t, device="cpu").device == "cpu"
+        # The protocol forbids 0, and other negative numbers have no meaning.
         for stream in (0, -2):
             try:
                 t.__dlpack__(stream=stream)

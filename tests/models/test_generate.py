@@ -18,6 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 # The configurations of the golden cases, by name, with the keys of older versions of transformers
 # ("old") and of transformers 5 ("new").
 SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
+# By family: prompts, options, and the tokens with which transformers continued the prompts.
 CONTINUED = json.loads((GOLDEN / "continued.json").read_text())
 
 
@@ -28,8 +29,8 @@ def model_of(family: str, **options: object) -> CausalLM:
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
     """The model of the case `name`, and the 20 token ids of the first text in the golden file."""
     tensors = tc.load_file(decompressed(GOLDEN / "switches.safetensors"))
-    own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
-    weights = {key: value for key, value in own.items() if not key.startswith("logits")}
+    case = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
+    weights = {key: value for key, value in case.items() if not key.startswith("logits")}
     tc.save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SWITCHES[name]["new"]))
     return CausalLM.from_pretrained(folder, dtype="f32"), tensors["input_ids"][0].numpy().tolist()
@@ -55,7 +56,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
     """The texts grow beyond the attention window and the lengths where the rotary angles change."""
     model, ids = switched(name, tmp_path)
-    cache = tc.models.KVCache(2)
+    cache = tc.models.KVCache(texts=2)
     texts = [ids[:3], ids[4:11]]
     found = model.extend(cache, texts)
     for step in range(20):
@@ -83,10 +84,10 @@ def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -
     model, _ = switched("mistral", tmp_path)
     rng = np.random.default_rng(0)
     text = rng.integers(0, model.vocab_size, 300).tolist()
-    cache = tc.models.KVCache(1)
+    cache = tc.models.KVCache(texts=1)
     model.extend(cache, [text[:5]])
-    for place in range(5, len(text)):
-        found = model.extend(cache, [text[place : place + 1]])
+    for index in range(5, len(text)):
+        found = model.extend(cache, [text[index : index + 1]])
     np.testing.assert_allclose(found.numpy()[0], scores(model, text), rtol=0, atol=1e-5)
 
 
@@ -98,7 +99,7 @@ def test_scores_with_a_cache_are_right_with_an_adapter() -> None:
     for var in adapter.named_parameters().values():
         var.set(tc.randn(var.shape) * 0.3)
     ids = [3, 5, 7, 9]
-    cache = tc.models.KVCache(1)
+    cache = tc.models.KVCache(texts=1)
     model.extend(cache, [ids[:3]])
     tuned = model.extend(cache, [ids[3:]]).numpy()[0]
     np.testing.assert_allclose(tuned, scores(model, ids), rtol=0, atol=1e-5)
@@ -109,7 +110,7 @@ def test_scores_with_a_cache_are_right_with_an_adapter() -> None:
 def test_scores_with_a_cache_are_nearly_right_in_bf16() -> None:
     model = CausalLM.from_pretrained(GOLDEN / "llama", dtype="bf16")
     ids = [3, 5, 7, 9]
-    cache = tc.models.KVCache(1)
+    cache = tc.models.KVCache(texts=1)
     model.extend(cache, [ids[:3]])
     found = model.extend(cache, [ids[3:]]).to("f32").numpy()[0]
     expected = scores(model, ids)
@@ -175,6 +176,7 @@ def test_end_tokens_of_both_configurations_end_a_text(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
     prompts = [[1, 2, 3]]
     unstopped = model_of("llama").generate(prompts, max_new_tokens=10, stop_token_ids=[])[0]
+    # 319 is the last token of the vocabulary.
     config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 319}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"eos_token_id": [unstopped[4], 319]}
@@ -198,7 +200,8 @@ def test_wrong_input_is_reported() -> None:
         model.generate([[1, 99999]])
     with pytest.raises(tc.IndexOutOfRangeError, match="the id 8589934592 is not a token"):
         model.generate([[1, 2**33]])
+    # A model of which only the first layers are loaded.
     with pytest.raises(tc.ArgumentError, match="it cannot compute scores or be saved"):
         model_of("llama", layers=1).generate([[1]])
     with pytest.raises(tc.ArgumentError, match="1 lists of tokens for 2 texts"):
-        model.extend(tc.models.KVCache(2), [[1]])
+        model.extend(tc.models.KVCache(texts=2), [[1]])

@@ -15,6 +15,9 @@ from trainable_candle.models import FluxTransformer
 from .test_fp8_files import FORMS, GOLDEN, e4m3, golden_in_fp8, metadata_of, write
 
 CONFIG = GOLDEN / "config.json"
+# `FORMS` are the names of the forms in which ComfyUI's files store FP8 weights; test_fp8_files.py
+# describes them. The golden model is a small Flux transformer.
+# The dtype, the shape and the bytes of a tensor in a file.
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
@@ -40,11 +43,11 @@ def test_fp8_codes_are_quantized_again_to_another_format(form: str, tmp_path: Pa
 
 
 def test_a_code_that_is_nan_is_an_error(tmp_path: Path) -> None:
-    tensors, _ = golden_in_fp8("old")
+    tensors, _ = golden_in_fp8("old")  # any of the forms
     name = "transformer_blocks.0.attn.to_q.weight"
     dtype, shape, content = tensors[name]
-    code = content[0] | 0x7F
-    assert np.isnan(e4m3()[code])
+    code = content[0] | 0x7F  # all bits but the sign
+    assert np.isnan(e4m3()[code])  # `e4m3` returns the values of the 256 codes.
     tensors[name] = (dtype, shape, bytes([code]) + content[1:])
     write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(tc.errors.ArgumentError, match="NaN"):
@@ -177,7 +180,8 @@ def with_plain_scales(name: str, values: np.ndarray) -> tuple[dict[str, Entry], 
 def test_layers_that_a_file_joins_keep_their_codes(tmp_path: Path) -> None:
     """Forge's files join queries, keys and values in one weight.
 
-    Rows have 32 elements, and blocks 64: splitting the weight keeps the rows of a block together.
+    A row has 32 elements, and a block with one scale has 64, so a block consists of two rows. The
+    loader splits the weight between blocks, so each part keeps its codes and scales.
     """
     plain = FluxTransformer.from_pretrained(GOLDEN, dtype="f32")
     original = tmp_path / "original.safetensors"
@@ -194,6 +198,7 @@ def test_layers_that_a_file_joins_keep_their_codes(tmp_path: Path) -> None:
     assert any("qkv" in name for name in tensors)
     path = tmp_path / "forge.safetensors"
     write(path, tensors)
+    # The expected values are those of a plain file with the rounded values.
     tc.save_file({name: tc.tensor(value) for name, value in values.items()}, original)
     expected = FluxTransformer.from_pretrained(original, dtype="f32", config=CONFIG).named_tensors()
     for quantize in (None, "nf4"):
@@ -216,8 +221,8 @@ def test_facts_name_the_format_of_the_codes_unless_a_weight_has_none(
         tensors = {}
         for name, tensor in tc.load_file(GOLDEN / path.name).items():
             value = tensor.to("f32").numpy()
-            is_kept = form == "mixed" and "single_transformer_blocks.0.proj_out" in name
-            if value.ndim == 2 and "transformer_blocks." in name and not is_kept:
+            is_left_plain = form == "mixed" and "single_transformer_blocks.0.proj_out" in name
+            if value.ndim == 2 and "transformer_blocks." in name and not is_left_plain:
                 tensors |= pack(name, value)[0]
             else:
                 tensors[name] = ("F32", value.shape, value.tobytes())
@@ -235,6 +240,7 @@ def test_facts_name_the_format_of_the_codes_unless_a_weight_has_none(
             if key.endswith((".absmax", ".nested_absmax"))
         )
         elements = sum(int(np.prod(facts.layers[name])) for name in layers)
+        # Each other element is loaded as bf16, in two bytes.
         expected_bytes = 2 * (facts.elements - elements) + elements // 2 + bytes_of_scales
         assert facts.weight_bytes("bf16", "nf4") == expected_bytes
 

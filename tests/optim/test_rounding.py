@@ -145,11 +145,12 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
     initial.save_pretrained(tmp_path)
     model = tc.models.DigitsTransformer.from_pretrained(tmp_path, dtype=precision)
     sample = tc.randn((2, 1, 8, 8), dtype=precision)
-    inputs = (sample, tc.tensor([1000.0, 500.0]), tc.tensor([3, 7]))
-    before = model(*inputs).to("f32").numpy()
+    timesteps, digits = tc.tensor([1000.0, 500.0]), tc.tensor([3, 7])
+    inputs = (sample, timesteps, digits)
+    without_adapter = model(*inputs).to("f32").numpy()
     adapters = model.add_adapter(tc.LoraConfig(adapter=adapter, dtype="bf16"))
     assert adapters.config.dtype == "bf16"
-    np.testing.assert_array_equal(model(*inputs).to("f32").numpy(), before)
+    np.testing.assert_array_equal(model(*inputs).to("f32").numpy(), without_adapter)
     parameters = adapters.parameters()
     optimizer = tc.optim.AdamW(parameters, lr=1e-2, stochastic_rounding=True)
     losses = []
@@ -176,6 +177,7 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
 def test_settings_that_exclude_stochastic_rounding_are_reported(
     settings: dict[str, Any], expected: str
 ) -> None:
+    # Without the other settings, there is no error.
     assert TrainConfig(stochastic_rounding=True).stochastic_rounding
     with pytest.raises(ConfigError, match=expected):
         TrainConfig(stochastic_rounding=True, **settings)

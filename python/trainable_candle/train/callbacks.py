@@ -78,7 +78,7 @@ class ProgressBar(Callback):
         self._file = file
         self._unit = unit
         self._bar: tqdm[Any] | None = None
-        self._loss = math.nan
+        self._mean_loss = math.nan
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Open the bar at the current step."""
@@ -97,10 +97,10 @@ class ProgressBar(Callback):
         """Advance the bar by one step and show the step's values."""
         if self._bar is None:
             return
-        mean = _MEAN_WEIGHT * self._loss + _LOSS_WEIGHT * report.loss
-        self._loss = report.loss if math.isnan(self._loss) else mean
+        mean = _MEAN_WEIGHT * self._mean_loss + _LOSS_WEIGHT * report.loss
+        self._mean_loss = report.loss if math.isnan(self._mean_loss) else mean
         parts = [] if report.epoch is None else [f"epoch {report.epoch:.1f}"]
-        parts += [f"loss {self._loss:.4f}", f"lr {report.lr:.2e}"]
+        parts += [f"loss {self._mean_loss:.4f}", f"lr {report.lr:.2e}"]
         parts.append(f"{1e3 * report.seconds:.0f} ms")
         if report.amount:
             parts.append(f"{report.rate:.3g} {self._unit}s/s")

@@ -66,8 +66,9 @@ fn schedule_noise_velocity_and_weights_equal_those_of_diffusers() {
     }
 }
 
-/// The loss by its definition, element by element in f64. `element(d, b)` is the loss of one element of example b,
-/// where d is the absolute difference between the prediction and the target.
+/// The loss by its definition, element by element in f64. `dims` is the shape (batch, channels, height, width) of
+/// prediction and target. `element(d, b)` is the loss of one element of example b, where d is the absolute difference
+/// between the prediction and the target. `weights` has a number for each example, `mask` one for each pixel.
 fn reference(
     prediction: &[f64],
     target: &[f64],
@@ -77,15 +78,15 @@ fn reference(
     mask: Option<&[f64]>,
 ) -> f64 {
     let [batch, channels, height, width] = dims;
-    let places = height * width;
+    let pixels = height * width;
     let mut total = 0.0;
     for b in 0..batch {
-        let mask: Vec<f64> = mask.map_or(vec![1.0; places], |m| m[b * places..(b + 1) * places].to_vec());
+        let mask: Vec<f64> = mask.map_or(vec![1.0; pixels], |m| m[b * pixels..(b + 1) * pixels].to_vec());
         let area: f64 = mask.iter().sum::<f64>() * channels as f64;
         let mut sum = 0.0;
         for c in 0..channels {
             for (p, m) in mask.iter().enumerate() {
-                let at = (b * channels + c) * places + p;
+                let at = (b * channels + c) * pixels + p;
                 sum += m * element((prediction[at] - target[at]).abs(), b);
             }
         }
@@ -98,17 +99,19 @@ fn reference(
 
 #[test]
 fn losses_and_their_gradients_follow_the_definition() {
-    let dims = [3, 4, 2, 5];
+    let dims = [3, 4, 2, 5]; // batch, channels, height, width
     let [latents, noise, output] = [(); 3].map(|()| randn(&dims));
     let timesteps = Tensor::new(&[3i64, 400, 998], &CPU).unwrap();
     let mask = Tensor::rand(0.0, 1.0, (3, 1, 2, 5), DType::F32, &CPU).unwrap();
+    // The mask of the last example is 0 everywhere.
     let mask = mask.mul(&Tensor::new(&[1f32, 2.0, 0.0], &CPU).unwrap().reshape((3, 1, 1, 1)).unwrap()).unwrap();
     let weights = Tensor::new(&[1f32, 0.5, 2.0], &CPU).unwrap();
     let (delta, ones) = (0.3f64, vec![1.0; 3]);
     let schedule = schedule(PredictionType::Epsilon);
     let snr = schedule.snr();
     let huber = |d: f64, delta: f64| if d < delta { d * d / 2.0 } else { delta * (d - delta / 2.0) };
-    let scheduled = [3.0f64, 400.0, 998.0].map(|t| delta.powf(t / 1000.0));
+    // The deltas of the three timesteps, by the formulas of the schedules `Exponential` and `Snr`.
+    let by_time = [3.0f64, 400.0, 998.0].map(|t| delta.powf(t / 1000.0));
     let by_snr = [3, 400, 998].map(|t| (1.0 - delta) / (1.0 + schedule.sigmas()[t]).powi(2) + delta);
     type Element<'a> = Box<dyn Fn(f64, usize) -> f64 + 'a>;
     let constant = HuberSchedule::Constant;
@@ -117,8 +120,8 @@ fn losses_and_their_gradients_follow_the_definition() {
         (LossFunction::L1, constant, Box::new(|d, _| d)),
         (LossFunction::Huber, constant, Box::new(|d, _| huber(d, delta))),
         (LossFunction::SmoothL1, constant, Box::new(|d, _| huber(d, delta) / delta)),
-        (LossFunction::Huber, HuberSchedule::Exponential, Box::new(|d, b| huber(d, scheduled[b]))),
-        (LossFunction::SmoothL1, HuberSchedule::Exponential, Box::new(|d, b| huber(d, scheduled[b]) / scheduled[b])),
+        (LossFunction::Huber, HuberSchedule::Exponential, Box::new(|d, b| huber(d, by_time[b]))),
+        (LossFunction::SmoothL1, HuberSchedule::Exponential, Box::new(|d, b| huber(d, by_time[b]) / by_time[b])),
         (LossFunction::Huber, HuberSchedule::Snr, Box::new(|d, b| huber(d, by_snr[b]))),
     ];
     for (loss, huber_schedule, element) in &cases {
@@ -151,6 +154,7 @@ fn losses_and_their_gradients_follow_the_definition() {
                 assert!((found.item().unwrap() - value).abs() < 1e-5 * value, "{case}");
                 let grad = values(&found.backward().unwrap().get(&var).unwrap());
                 let largest = grad.iter().fold(0.0f64, |m, g| m.max(g.abs()));
+                // Central differences for every seventh element.
                 for at in (0..output.elem_count()).step_by(7) {
                     let moved = |by: f64| {
                         let mut output = values(&output);
@@ -175,6 +179,7 @@ fn timesteps_fill_their_range_and_follow_the_seed() {
     };
     let drawn = draw(5);
     for t in 200..210 {
+        // 500 are expected: 5000 draws over ten timesteps.
         let count = drawn.iter().filter(|&&d| d == t).count();
         assert!((400..600).contains(&count), "{t}: {count}");
     }
@@ -187,8 +192,10 @@ fn timesteps_fill_their_range_and_follow_the_seed() {
 fn offset_noise_is_the_same_over_a_channel() {
     let config = DiffusionConfig { noise_offset: 10.0, ..DiffusionConfig::default() };
     let noised = objective(PredictionType::Epsilon, config).noise(&randn(&[2, 3, 40, 40])).unwrap();
-    let means = values(&noised.target.mean(&[2, 3], false).unwrap());
-    let variances = values(&noised.target.var(&[2, 3], false, 0.0).unwrap());
+    // The target is the noise: in each channel, independent numbers of variance 1 plus one number of deviation 10.
+    let (keepdim, correction) = (false, 0.0);
+    let means = values(&noised.target.mean(&[2, 3], keepdim).unwrap());
+    let variances = values(&noised.target.var(&[2, 3], keepdim, correction).unwrap());
     assert!(variances.iter().all(|v| (v - 1.0).abs() < 0.2), "{variances:?}");
     assert!(means.iter().any(|m| m.abs() > 1.0) && means.iter().all(|m| m.abs() < 50.0), "{means:?}");
 }
@@ -201,15 +208,20 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
             DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
         objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
     };
+    let keepdim = false;
     // Each square of 8 x 8 pixels has a mean; this is the variance of these means. For independent pixels of variance
     // 1, it is 1 / 64.
     let coarse = |noise: &Tensor| {
-        let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
-        means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()
+        // (batch, channels, 4 * 8 rows, 6 * 8 columns)
+        let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], keepdim).unwrap();
+        let correction = 0.0;
+        means.var(&[0, 1, 2, 3], keepdim, correction).unwrap().item().unwrap()
     };
     let (plain, multires) = (noise(0), noise(10));
     assert!(coarse(&plain) < 0.03 && coarse(&multires) > 0.1, "{} {}", coarse(&plain), coarse(&multires));
-    for variance in values(&multires.var(&[1, 2, 3], false, 1.0).unwrap()) {
+    // The objective divides by the deviation that it computes with this correction.
+    let correction = 1.0;
+    for variance in values(&multires.var(&[1, 2, 3], keepdim, correction).unwrap()) {
         assert!((variance - 1.0).abs() < 1e-5, "{variance}");
     }
 }
@@ -219,17 +231,18 @@ fn the_number_of_a_sample_determines_its_noise_and_timestep() {
     let config = DiffusionConfig { noise_offset: 0.3, multires_noise_iterations: 4, ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let (latents, before) = (Tensor::zeros((4, 3, 2, 2), DType::F32, &CPU).unwrap(), rng::state());
-    let all = objective.noise_for(&latents, &[6, 7, 8, 9], 2).unwrap();
+    let (numbers, seed) = ([6, 7, 8, 9], 2);
+    let all = objective.noise_for(&latents, &numbers, seed).unwrap();
     for start in 0..3 {
-        let samples = [6 + start as u64, 7 + start as u64];
-        let pair = objective.noise_for(&latents.narrow(0, 0, 2).unwrap(), &samples, 2).unwrap();
+        let samples = &numbers[start..start + 2];
+        let pair = objective.noise_for(&latents.narrow(0, 0, 2).unwrap(), samples, seed).unwrap();
         assert_eq!(values(&pair.target), values(&all.target.narrow(0, start, 2).unwrap()));
         assert_eq!(values(&pair.timesteps), values(&all.timesteps.narrow(0, start, 2).unwrap()));
     }
-    let other = objective.noise_for(&latents, &[6, 7, 8, 9], 3).unwrap();
+    let other = objective.noise_for(&latents, &numbers, seed + 1).unwrap();
     assert_ne!(values(&other.target), values(&all.target));
     assert_eq!(rng::state(), before, "the library's generator does not advance");
-    assert!(objective.noise_for(&latents, &[6], 2).unwrap_err().to_string().contains("found 1 sample numbers"));
+    assert!(objective.noise_for(&latents, &[6], seed).unwrap_err().to_string().contains("found 1 sample numbers"));
 }
 
 #[test]
@@ -237,14 +250,16 @@ fn validation_noise_belongs_to_the_example_and_its_timesteps_are_spread_evenly()
     let objective = objective(PredictionType::VPrediction, DiffusionConfig::default());
     let latents = randn(&[4, 4, 3, 3]);
     let before = rng::state();
-    let all = objective.validation_noise(&latents, &[0, 1, 2, 7], 42).unwrap();
-    let part = objective.validation_noise(&latents.narrow(0, 1, 2).unwrap(), &[1, 2], 42).unwrap();
-    let other = objective.validation_noise(&latents, &[0, 1, 2, 7], 43).unwrap();
+    let (examples, seed) = ([0, 1, 2, 7], 42);
+    let all = objective.validation_noise(&latents, &examples, seed).unwrap();
+    let part = objective.validation_noise(&latents.narrow(0, 1, 2).unwrap(), &examples[1..3], seed).unwrap();
+    let other = objective.validation_noise(&latents, &examples, seed + 1).unwrap();
     assert_eq!(rng::state(), before);
     let middle = |x: &Tensor| values(&x.narrow(0, 1, 2).unwrap());
     assert_eq!(middle(&all.sample), values(&part.sample));
     assert_eq!(middle(&all.timesteps), values(&part.timesteps));
     assert_ne!(values(&all.sample), values(&other.sample));
+    // 50 examples over 1000 timesteps: five are expected in each tenth.
     let timesteps: Vec<f64> = (0..50)
         .map(|n| values(&objective.validation_noise(&latents.narrow(0, 0, 1).unwrap(), &[n], 0).unwrap().timesteps)[0])
         .collect();
@@ -282,9 +297,9 @@ fn wrong_settings_and_inputs_are_rejected() {
         assert!(message.contains("expected above 0 and below 1"), "{message}");
     }
     assert!(rejection(epsilon, DiffusionConfig { huber_delta: -1.0, ..default() }).contains("huber_delta"));
-    let zero = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
-    let zero = NoiseSchedule::new(zero).unwrap();
-    assert!(DiffusionObjective::new(&zero, default(), &CPU).unwrap_err().to_string().contains("v_prediction"));
+    let zero_snr = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
+    let zero_snr = NoiseSchedule::new(zero_snr).unwrap();
+    assert!(DiffusionObjective::new(&zero_snr, default(), &CPU).unwrap_err().to_string().contains("v_prediction"));
     let objective = objective(epsilon, default());
     assert!(matches!(objective.noise(&randn(&[4])), Err(Error::Shape { .. })));
     let multires = DiffusionObjective::new(
@@ -295,8 +310,8 @@ fn wrong_settings_and_inputs_are_rejected() {
     assert!(matches!(multires.unwrap().noise(&randn(&[2, 4, 8])), Err(Error::Shape { .. })));
     assert!(matches!(objective.noise(&Tensor::zeros((1, 4), DType::I64, &CPU).unwrap()), Err(Error::DType { .. })));
     let latents = randn(&[2, 4, 2, 2]);
-    let late = Tensor::new(&[0i64, 1000], &CPU).unwrap();
-    assert!(matches!(objective.noise_at(&latents, &latents, &late), Err(Error::Index { .. })));
+    let past_the_last = Tensor::new(&[0i64, 1000], &CPU).unwrap(); // the last timestep is 999
+    assert!(matches!(objective.noise_at(&latents, &latents, &past_the_last), Err(Error::Index { .. })));
     let noised = objective.noise(&latents).unwrap();
     let message = objective.loss(&latents, &noised, Some(&latents), None).unwrap_err().to_string();
     assert!(message.contains("mask") && message.contains("[2, 1, 2, 2]"), "{message}");
