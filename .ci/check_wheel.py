@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 MAX_IMPORT_MS = 60.0
-IMPORTS = 9
+TIMED_IMPORTS = 9
 
 REQUIRED = (
     "trainable_candle/__init__.py",
@@ -23,8 +23,8 @@ REQUIRED = (
     "trainable_candle/py.typed",
 )
 
-VERSION = "import trainable_candle; print(trainable_candle.__version__)"
-TIME_IMPORT = """
+PRINT_VERSION = "import trainable_candle; print(trainable_candle.__version__)"
+PRINT_IMPORT_MS = """
 import time
 import numpy
 start = time.perf_counter()
@@ -52,10 +52,10 @@ def check_contents(wheel: Path, max_megabytes: float) -> None:
 
 def import_times(python: Path, folder: Path) -> list[float]:
     """Return the milliseconds of `import trainable_candle` after numpy, in several processes."""
-    command = [str(python), "-I", "-c", TIME_IMPORT]
+    command = [str(python), "-I", "-c", PRINT_IMPORT_MS]
     runs = [
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-        for _ in range(IMPORTS + 1)
+        for _ in range(TIMED_IMPORTS + 1)
     ]
     return [float(run.stdout) for run in runs[1:]]  # the first run compiled the byte code
 
@@ -73,9 +73,14 @@ def check_import(wheel: Path) -> None:
                 [scripts / command, "--help"], cwd=folder, check=True, stdout=subprocess.DEVNULL
             )
         found = subprocess.run(
-            [python, "-I", "-c", VERSION], cwd=folder, check=True, capture_output=True, text=True
+            [python, "-I", "-c", PRINT_VERSION],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
-        # The CUDA build adds `+cu13` to the version: pip replaces a build only by another version.
+        # The wheel's name is NAME-VERSION-TAGS. The version of a CUDA build ends in `+cu13`: pip
+        # replaces an installed build only by one of another version.
         if found != wheel.name.split("-")[1]:
             sys.exit(f"{wheel.name}: the installed package has the version {found}")
         times = import_times(python, folder)

@@ -1,4 +1,4 @@
-"""Write full-size pipelines of flow models with random bf16 weights.
+"""Write full-size pipelines of flow models with random bf16 weights, for benchmarks.
 
 python benches/full_flow.py FOLDER MODEL [--device cuda]
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Config = dict[str, Any]
 
 LEVELS = 4
+"""The number of entries of an autoencoder's `block_out_channels`."""
 AUTOENCODER: Config = {
     "_class_name": "AutoencoderKL", "act_fn": "silu", "in_channels": 3, "out_channels": 3,
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "norm_num_groups": 32,
@@ -43,7 +44,7 @@ VAE_FLUX2 = AUTOENCODER | {
 
 
 def clip(projects: bool) -> Config:
-    """CLIP ViT-L's text encoder."""
+    """CLIP ViT-L's text encoder; `projects`: with the projection of its pooled result."""
     kind = "CLIPTextModelWithProjection" if projects else "CLIPTextModel"
     return {
         "architectures": [kind], "vocab_size": 49408, "hidden_size": 768,
@@ -53,6 +54,7 @@ def clip(projects: bool) -> Config:
     }  # fmt: skip
 
 
+# OpenCLIP ViT-bigG's text encoder.
 BIG_G = clip(projects=True) | {
     "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
     "num_attention_heads": 20, "hidden_act": "gelu", "projection_dim": 1280,
@@ -109,7 +111,7 @@ def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, 
         "transformer": (transformer, config | diffusers),
         # tc.models.AutoencoderKL is also the class of FLUX.2's autoencoder.
         "vae": (vae["_class_name"].removesuffix("Flux2"), vae),
-        **dict(zip(names, encoders, strict=False)),
+        **dict(zip(names, encoders, strict=False)),  # not all pipelines have three encoders
     }
 
 
@@ -198,6 +200,7 @@ def _write(path: Path, values: Config) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are bytes and Qwen's special tokens."""
+    # ByteLevel writes each of the 256 bytes as a letter.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,6 +1,8 @@
 """A frozen linear layer with LoRA on a GPU: forward and backward, and the factors' gradients alone.
 
 python benches/gpu_lora.py [--only bf16]
+
+The printed floor is the least time that the arithmetic and the memory traffic need on this GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """A square layer of `width` on `rows` rows."""
+    """A layer with `width` input and output features, on an input (rows, width)."""
 
     dtype: str
     rows: int
@@ -72,6 +74,7 @@ def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]
     rows, width, rank = case.rows, case.width, case.rank
     # alpha is rank / 2, so the scale of the LoRA is 0.5, here and in the other functions.
     layer = tc.nn.LoRALinear(random(width, width) * 0.02, rank, rank / 2)
+    # A new layer has an `lora_up` of zeros.
     for var in layer.get_vars():
         var.set(tc.randn(var.shape, device=device) * 0.02)
     x, grad = tc.Var(random(rows, width)), random(rows, width)

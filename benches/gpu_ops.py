@@ -1,11 +1,13 @@
 """Single operations on a GPU in bf16, forward and backward.
 
-The operations have the sizes of SDXL at 1024 x 1024 px, and of language models over packed rows.
+The operations have the sizes of SDXL and FLUX at 1024 x 1024 px, and of language models over
+packed rows.
 
 python benches/gpu_ops.py [--only attention] [--profile]
 
 Norms and convolutions are frozen, as under LoRA: only their input gets a gradient. The ratio to
 torch compares times without a graph, because launching a graph takes longer than many operations.
+The printed floor is the least time that the arithmetic and the memory traffic need on this GPU.
 """
 
 from __future__ import annotations
@@ -28,26 +30,30 @@ if TYPE_CHECKING:
 
 DTYPE = "bf16"
 BYTES = 2
+"""The bytes of an element."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation whose first `trained` inputs get gradients.
-
-    `ours` takes images with the channels last; torch gets them as (B, C, H, W) in its memory
-    format `channels_last`.
-    """
+    """An operation whose first `trained` inputs get gradients."""
 
     title: str
     shapes: list[tuple[int, ...]]
+    """The shapes of the inputs, for images with the channels last."""
     ours: Operation
+    """This library's operation, a function of the inputs."""
     theirs: Operation
+    """Torch's operation, a function of the torch module and the inputs."""
     flops: float
     """Floating-point operations of forward and backward."""
     traffic: float
     """The bytes that must be read and written, as a multiple of the bytes of the first input."""
     trained: int = 1
     images: bool = False
+    """Whether inputs of four dimensions are images or kernels with the channels last.
+
+    torch gets these inputs as (B, C, H, W), in its memory format `channels_last`.
+    """
 
     @property
     def moved(self) -> float:
@@ -68,12 +74,14 @@ def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int 
         partial(functional.conv2d, **options, channels_last=True),
         lambda torch, x, w: torch.nn.functional.conv2d(x, w, **options),
         flops=2 * flops,
+        # The image, the result, and the gradients of both.
         traffic=2 * (1 + out / channels / stride**2),
         images=True,
     )
 
 
 def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
+    """Attention of `tokens` queries over `keys` keys, in heads of `dim` features."""
     flops = 4 * heads * tokens * keys * dim  # of the forward pass; backward needs 2.5 times these
     return Case(
         f"attention {heads} x {tokens} over {keys} x {dim}",
@@ -88,10 +96,14 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
 
 
 def packed_attention(heads: int, key_heads: int, segments: int, length: int = 2048) -> Case:
-    """Causal attention within the segments of a row. torch gets one call per segment."""
+    """Causal attention within the segments of a row. torch gets one call per segment.
+
+    A row is `segments` texts, each of `length` tokens. `heads` heads of queries share `key_heads`
+    heads of keys.
+    """
     dim = 128
-    rows = segments * length
-    bounds: list[tc.Tensor] = []
+    tokens = segments * length
+    bounds: list[tc.Tensor] = []  # one tensor, which the first call makes on the device of q
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         if not bounds:
@@ -106,11 +118,11 @@ def packed_attention(heads: int, key_heads: int, segments: int, length: int = 20
             attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], is_causal=True, enable_gqa=True)
             for i in range(segments)
         ]
-        return torch.cat(parts).transpose(1, 2).reshape(rows, heads, dim)
+        return torch.cat(parts).transpose(1, 2).reshape(tokens, heads, dim)
 
     return Case(
         f"packed attention of {heads}/{key_heads} heads, {segments} x {length} x {dim}",
-        [(rows, heads, dim), (rows, key_heads, dim), (rows, key_heads, dim)],
+        [(tokens, heads, dim), (tokens, key_heads, dim), (tokens, key_heads, dim)],
         ours,
         theirs,
         # As in `attention`, but the causal mask hides half of the scores.
@@ -182,14 +194,18 @@ def group_norm_silu(groups: int, x: Any, w: Any, b: Any) -> Any:
 
 def cases() -> list[Case]:
     return [
+        # SDXL: over the image's own tokens, then over the 77 tokens of the text.
         attention(10, 4096, 4096),
         attention(20, 1024, 1024),
         attention(10, 4096, 77),
         attention(20, 1024, 77),
+        # FLUX: 4096 tokens of the image and 512 of the text.
         attention(24, 4608, 4608, 128),
+        # Language models.
         packed_attention(12, 2, 4),
         packed_attention(12, 2, 32, 256),
         packed_attention(32, 8, 2),
+        # SDXL.
         convolution((128, 128, 4), 320, 3),
         convolution((128, 128, 320), 320, 3),
         convolution((128, 128, 640), 320, 3),

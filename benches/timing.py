@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks.
+"""Shared code of the benchmarks, which compare this library with torch.
 
 The compared implementations ("sides") take turns, so that noise of the machine affects all alike.
 """
@@ -27,7 +27,9 @@ start of each turn (`WARM_UP`)."""
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of `--threads` and `--rounds`."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads of this library and of torch"
+    )
     parser.add_argument(
         "--rounds", type=int, default=30, help="timed rounds of each side (at least)"
     )
@@ -40,7 +42,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the options, set the threads of both libraries and print the versions."""
+    """Parse the options, set the threads of this library and of torch, and print the versions."""
     options = parser.parse_args()
     tc.set_num_threads(options.threads)
     torch = find_torch()

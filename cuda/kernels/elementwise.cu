@@ -91,6 +91,7 @@ template <typename F, typename T> struct Apply3 {
     EVERY_DTYPE(KERNEL3, NAME)
 
 template <typename R> __device__ __forceinline__ R sign(R x) { return x > R(0) ? R(1) : x < R(0) ? R(-1) : x; }
+// The logistic function, and the cumulative distribution function of the standard normal distribution.
 template <typename R> __device__ __forceinline__ R logistic(R x) { return R(1) / (R(1) + exp(-x)); }
 __device__ __forceinline__ float cumulative(float x) { return normcdff(x); }
 __device__ __forceinline__ double cumulative(double x) { return normcdf(x); }
@@ -100,6 +101,7 @@ template <typename R> __device__ __forceinline__ R smaller(R a, R b) { return a 
 
 // GELU's constants here and below: 0.797... is sqrt(2 / pi), and 0.044715 is the factor of x^3 in the tanh form; 0.398... is
 // 1 / sqrt(2 pi); 1.702 is the factor of x in the sigmoid form (quick_gelu).
+// gelu_inner is the tanh in the tanh form; gelu_tanh_slope is the derivative of this form.
 template <typename R> __device__ __forceinline__ R gelu_inner(R x) {
     return tanh(R(0.7978845608028654) * (x + R(0.044715) * x * x * x));
 }
@@ -199,7 +201,8 @@ BINARY(power_log, a == R(0) && b >= R(0) ? R(0) : pow(a, b) * log(a))
 TERNARY(plus_product, a + b * c)
 
 // Functions for reductions and their backward passes. In `times_exp_difference`, c is the log-sum-exp of elements b. If c is -inf, all
-// of these are -inf; the result is then 0, not NaN.
+// of these are -inf; the result is then 0, not NaN. `share` is the part of the gradient b of a maximum or minimum that an element gets: a
+// is 1 if the element equals the maximum, else 0, and c is the number of elements that equal it.
 BINARY(equal, a == b ? R(1) : R(0))
 BINARY(squared_difference, (a - b) * (a - b))
 BINARY(exp_difference, exp(a - b))
@@ -209,7 +212,8 @@ TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
 // Fake quantization: the value a, rounded to a number that a code with the scale b can represent. Codes of int8 are from -127 to 127,
 // codes of int4 from -8 to 7. In `fake_int4_backward`, a is the gradient, b the value and c the scale; the result is 0 where the value
-// rounds to a number beyond the codes. (Scales of the other formats are such that codes cover every value.)
+// rounds to a number beyond the codes. (Scales of the other formats are such that codes cover every value.) int4 and NF4 multiply by the
+// rounded reciprocal of the scale, as torchao and bitsandbytes do; int8 and e4m3 divide.
 BINARY(fake_int8, clamped(rint(a / b), R(-127), R(127)) * b)
 BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
 TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)

@@ -1,9 +1,10 @@
 // GEGLU (gated.cu) that rounds its result to 8-bit codes with a scale for each row (codes.cu). The backward pass does the same with the
-// gradient of the input. Only products of codes read the result and the gradient, so no kernel has to write them in T.
+// gradient of the input. The result and the gradient are read only by matrix products that multiply codes, so no kernel has to write them
+// in T, the dtype of the input x.
 //
 // The codes are those that gated.cu followed by codes.cu would make: results and gradients are first rounded to T. A row of x
-// (rows, 2 width) has h, then the gate. `width` is a multiple of 16. It is at most what the largest team of threads can hold: 8192 (f16,
-// bf16) or 4096 (f32). Every row and `column_scales` begin at a 16-byte boundary. Codes are int8 if `is_int8` is 1, else e4m3.
+// (rows, 2 width) has h, then the gate. `width` is a multiple of 16. A team of blockDim.x threads works on a row. `width` is at most what
+// the largest team can hold in registers: 8192 (f16, bf16) or 4096 (f32). Every row and `column_scales` begin at a 16-byte boundary. Codes are int8 if `is_int8` is 1, else e4m3.
 #include "architecture.cuh"
 #include "codes/round.cuh"
 #include "functions.cuh"
@@ -12,8 +13,8 @@ namespace {
 
 // Elements of a pack. Packs of eight elements would take so many registers that a multiprocessor could hold fewer teams.
 constexpr int N = 4;
-// A row to round has one part, the result, or two, the gradients of h and gate. HELD_PACKS is how many packs of each part a thread can keep
-// in registers: as many elements as 32 bytes of T hold.
+// A row to round has one part in the forward pass (the result) and two in the backward pass (the gradients of h and of the gate). HELD_PACKS
+// is how many packs of each part a thread can keep in registers: as many elements as 32 bytes of T hold.
 template <typename T> constexpr int HELD_PACKS = 2 * WIDE<T> / N;
 // How many teams of the largest size a multiprocessor must have room for. From compute capability 12.0 on, only one: there the compiler
 // needs more registers.
@@ -102,7 +103,9 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
 // geglu_codes_forward: the codes (rows, width) and scales (rows) of the GEGLU of x.
 // geglu_codes_backward: the codes (rows, 2 width) and scales (rows) of the gradient of x, whose columns are first multiplied by
 // `column_scales` (2 width), or by its only element if `is_one_scale`. `grad` (rows, width) is the gradient of the GEGLU's result.
-// Launch: as rows.cuh says for rows of `width` elements, with HELD = 2.
+// Launch: block (threads, threads == 32 ? 4 : 1), where threads = clamp(32 ceil(width / (64 WIDE)), 32, TEAM) is the size of a team, with
+// WIDE = 8 (f16, bf16) or 4 (f32) and TEAM = 512; grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory. This is the launch
+// that rows.cuh gives, with HELD = 2.
 #define DEFINE_GEGLU_CODES(SUFFIX, T)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_forward_##SUFFIX(const T *x, uint32_t rows, uint32_t width,  \
                                                                                        uint32_t is_int8, uint8_t *codes, float *scales) { \

@@ -12,6 +12,7 @@ from trainable_candle.files import load_yaml
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The names of the files: the settings, the log in two formats, and the plot of the loss.
 CONFIG: Final = "config.yaml"
 LOG: Final = "train.csv"
 JSON_LOG: Final = "train.jsonl"

@@ -25,6 +25,7 @@ def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.nda
     """
     model = CausalLM.from_pretrained(weights, dtype="f32")
     before = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
+    # Rank and alpha differ, so that a loader that ignored the scale alpha / r would be noticed.
     settings = {"r": 3, "lora_alpha": 7.0, "target_modules": LAYERS} | config
     adapter = model.add_adapter(tc.LoraConfig(**settings))
     tc.manual_seed(1)
@@ -75,6 +76,7 @@ def test_vllm_reads_the_change_of_each_weight(
     weights = GOLDEN / model
     expected = make_adapter(weights, tmp_path / "adapter", **config)
     output = exported(weights, tmp_path / "adapter", tmp_path / "out")
+    # vLLM accepts only certain maximal ranks; 8 is one that is at least r, 3.
     found = read(output, max_rank=8).loras
     assert found.keys() == expected.keys()
     for name, layer in found.items():

@@ -1,4 +1,7 @@
-"""The principal part of a weight, as a LoRA's start (Meng et al. 2024, arXiv:2404.02948)."""
+"""PiSSA: a LoRA's initial factors, from a weight's largest singular values.
+
+Meng et al. 2024, arXiv:2404.02948.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
     from trainable_candle.lora.factors import Factors, Matrix
 
 _ITERATIONS: Final = 16
-"""The number of power iterations, as in the paper. They are more than in `approximate`, because the
-singular values of weights decay more slowly than those of changes of weights."""
+"""The number of power iterations, as in the paper. They are more than in `approximate`, which is
+for changes of weights by training: the singular values of weights decay more slowly."""
 _LEAST_OVERSAMPLED: Final = 16
 """The least number of columns that the random matrix has in addition to the rank."""
 _SMALLEST: Final = 1e-6
@@ -34,8 +37,8 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
 
     B is U sqrt(S) and A is sqrt(S) Vᵀ for the largest singular values, as in peft's
     `init_lora_weights="pissa"`. For large weights the result is approximate: a randomized range
-    finder decomposes them (Halko, Martinsson and Tropp 2011, arXiv:0909.4061). Its matrix products
-    run on the weight's device.
+    finder decomposes them (Halko, Martinsson and Tropp 2011, arXiv:0909.4061). The finder's matrix
+    products run on the weight's device.
 
     ```python
     weight = tc.randn(64, 128)
@@ -58,17 +61,19 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
     """
     if rank < 1:
         raise ArgumentError(f"pissa: rank is {rank}, expected at least 1")
-    exact = weight.detach().to("f32")
-    rank = min(rank, *exact.shape)
-    if min(exact.shape) <= EXACT_RATIO * rank:
-        return approximate(exact.to("cpu").numpy(), rank)
-    size = min(rank + max(rank, _LEAST_OVERSAMPLED), *exact.shape)
-    probe = np.random.default_rng(seed).standard_normal((exact.shape[1], size), np.float32)
-    columns = exact @ tc.tensor(probe, device=exact.device)
+    matrix = weight.detach().to("f32")
+    rank = min(rank, *matrix.shape)
+    if min(matrix.shape) <= EXACT_RATIO * rank:
+        # For so small a matrix, `approximate` computes a full decomposition.
+        return approximate(matrix.to("cpu").numpy(), rank)
+    size = min(rank + max(rank, _LEAST_OVERSAMPLED), *matrix.shape)
+    probe = np.random.default_rng(seed).standard_normal((matrix.shape[1], size), np.float32)
+    columns = matrix @ tc.tensor(probe, device=matrix.device)
     for _ in range(_ITERATIONS):
-        columns = exact @ _orthonormalised(exact.t() @ _orthonormalised(columns))
+        columns = matrix @ _orthonormalised(matrix.t() @ _orthonormalised(columns))
     basis, _ = np.linalg.qr(_finite(columns))
-    rows = _finite(exact.t() @ tc.tensor(basis, device=exact.device)).T
+    rows = _finite(matrix.t() @ tc.tensor(basis, device=matrix.device)).T
+    # W is nearly basis @ rows.
     u, s, vt = wide_svd(rows)
     return balanced(basis @ u, s, vt, rank)
 

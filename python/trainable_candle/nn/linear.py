@@ -135,7 +135,7 @@ class _AdaptedLinear(Module):
     """The base class of `LoRALinear` and `DoRALinear`: a frozen linear layer with an adapter."""
 
     _kind: ClassVar[str]
-    """The kind of the extension's `Adapter`."""
+    """The kind of adapter, the first argument of the extension's class `Adapter`."""
     _names: ClassVar[tuple[str, ...]]
     """The attributes that hold the adapter's parameters, in the order of `Adapter.vars`."""
 

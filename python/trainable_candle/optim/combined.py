@@ -52,8 +52,9 @@ class _Combined(ChainableScheduler):
         """Load the epoch, and the states of the combined schedulers.
 
         Raises:
-            ArgumentError: If the state has another number of schedulers, or other entries than the
-                state here, as the state of another class often has; nothing is changed then.
+            ArgumentError: If the state has another number of schedulers, or other entries than
+                `state_dict` returns, as the state of another class often has. Nothing is changed
+                then.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):
@@ -62,13 +63,13 @@ class _Combined(ChainableScheduler):
                 f"{len(self._schedulers)}"
             )
         require_entries(self, state)
-        before = [scheduler.state_dict() for scheduler in self._schedulers]
+        states_before = [scheduler.state_dict() for scheduler in self._schedulers]
         try:
-            for scheduler, own_state in zip(self._schedulers, states, strict=True):
-                scheduler.load_state_dict(own_state)
+            for scheduler, new_state in zip(self._schedulers, states, strict=True):
+                scheduler.load_state_dict(new_state)
         except ArgumentError:
-            for scheduler, earlier in zip(self._schedulers, before, strict=True):
-                scheduler.load_state_dict(earlier)
+            for scheduler, state_before in zip(self._schedulers, states_before, strict=True):
+                scheduler.load_state_dict(state_before)
             raise
         self.last_epoch = state["last_epoch"]
 
@@ -78,7 +79,7 @@ class ChainedScheduler(_Combined):
 
     ```python
     s = tc.optim.lr_scheduler
-    parts = [s.LinearLR(optimizer, 0.1), s.ExponentialLR(optimizer, 0.99)]
+    parts = [s.LinearLR(optimizer, start_factor=0.1), s.ExponentialLR(optimizer, gamma=0.99)]
     scheduler = s.ChainedScheduler(parts)
     scheduler.step()
     ```
@@ -102,7 +103,8 @@ class ChainedScheduler(_Combined):
         self._is_new = False
 
     def _first(self, lrs: list[float]) -> list[float]:
-        # The constructors of the schedulers have already set the rates of a new chain.
+        # The base's constructor and `restart` call this method. In the constructor, `lrs` are the
+        # rates of epoch 0 already: the constructors of the schedulers have set them.
         if self._is_new:
             return lrs
         for scheduler in self._schedulers:
@@ -121,8 +123,9 @@ class SequentialLR(_Combined):
     """Uses one scheduler until the first milestone, then the next from its epoch 0, and so on.
 
         s = tc.optim.lr_scheduler
-        parts = [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 95)]
-        scheduler = s.SequentialLR(optimizer, parts, milestones=[5])
+        warm_up = s.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+        cosine = s.CosineAnnealingLR(optimizer, T_max=95)  # the other 95 of 100 epochs
+        scheduler = s.SequentialLR(optimizer, [warm_up, cosine], milestones=[5])
         scheduler.step()
 
     Args:
@@ -173,7 +176,8 @@ class OneCycleLR(ChainableScheduler):
     """Raises the learning rate to `max_lr`, then lowers it to far below the initial rate.
 
     Smith & Topin 2017, arXiv:1708.07120. The initial rate is `max_lr / div_factor`. All groups get
-    the same rate. Unlike torch's class, this one does not change the momentum.
+    the same rate. Call `step` after each step of the optimizer: the epochs of `ChainableScheduler`
+    are steps here. Unlike torch's class, this one does not change the momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -244,7 +248,8 @@ class OneCycleLR(ChainableScheduler):
         return self._next(lrs)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        # A training loop also calls `step` after the last step, so one more epoch is allowed.
+        # The training's steps have the rates of the epochs 0 to total_steps - 1. A training loop
+        # also calls `step` after its last step, so the epoch `total_steps` is allowed, too.
         if self.last_epoch > self.total_steps:
             raise ArgumentError(
                 f"OneCycleLR: all {self.total_steps} steps are done; give more total_steps"
@@ -264,7 +269,7 @@ class OneCycleLR(ChainableScheduler):
 class ReduceLROnPlateau:
     """Multiplies the learning rates by `factor` when a value stops improving.
 
-    This happens after more than `patience` consecutive epochs without improvement.
+    It lowers them after more than `patience` consecutive epochs without improvement.
 
         scheduler = tc.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
         scheduler.step(loss)
@@ -305,6 +310,7 @@ class ReduceLROnPlateau:
             )
         self.optimizer, self.factor, self.patience = optimizer, factor, patience
         self.threshold, self.cooldown, self.min_lr, self.eps = threshold, cooldown, min_lr, eps
+        # `_sign * (best - value)` is above 0 if `value` is better than `best`.
         self._sign = 1 if mode == "min" else -1
         self._relative = threshold_mode == "rel"
         self.best = self._sign * math.inf

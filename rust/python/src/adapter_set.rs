@@ -1,4 +1,5 @@
-//! The adapters of a whole model, and their files.
+//! Python's class for the adapters of a whole model, its functions that write adapter files, and [`Attached`], where a
+//! model keeps its adapters.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,6 +32,7 @@ use crate::var::Var;
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
     model: Loaded,
+    /// The trainable parameters with peft's names, in the order of the layers.
     vars: Vec<(String, Py<Var>)>,
 }
 
@@ -114,7 +116,9 @@ impl AdapterSet {
         const OP: &str = "save";
         let path = path.get(OP)?;
         let options = save_options(OP, format, metadata, dtype)?;
+        // The names that other tools give to the model and its layers.
         let names = self.model.adapter_names();
+        // `zero` lists the layers whose adapter has no effect.
         detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
 
@@ -140,7 +144,7 @@ impl AdapterSet {
     }
 }
 
-/// Convert the arguments of the function `op`, which writes adapters.
+/// Convert the arguments of the Python function `op`, which writes adapters. Errors name it.
 fn save_options(
     op: &'static str,
     format: Option<&str>,
@@ -282,7 +286,7 @@ impl AdapterFile {
     }
 }
 
-/// The place of a model for its adapter set: empty until a set is attached.
+/// Where a model keeps its adapter set: empty until a set is attached.
 #[derive(Default)]
 pub struct Attached(std::sync::Mutex<Option<Arc<adapter::AdapterSet>>>);
 

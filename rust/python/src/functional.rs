@@ -1,5 +1,6 @@
 //! The functions of `trainable_candle.nn.functional` except norms and losses. If torch has a function, its argument
-//! names and tensor layouts are torch's.
+//! names and tensor layouts are torch's. Each runs in [`compute`], whose argument `elements` tells about how long the
+//! call takes: a long one releases the GIL.
 
 use pyo3::prelude::*;
 // The aliases avoid the names of the functions below.
@@ -199,6 +200,7 @@ pub fn upsample_nearest2d(
     let apply = |x: &tc::Tensor| match (size, scale_factor) {
         (Some(size), None) => upsample::upsample_nearest2d(x, size),
         (None, Some(factor)) => {
+            // `x` has its channels last: its dimensions 1 and 2 are height and width.
             let scaled = |axis: usize| x.dims().get(axis + 1).map_or(0, |size| size.saturating_mul(factor[axis]));
             upsample::upsample_nearest2d(x, [scaled(0), scaled(1)])
         }

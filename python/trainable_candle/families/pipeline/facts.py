@@ -71,6 +71,7 @@ class Facts:
     def vae_width(self) -> int:
         """The number of channels of the autoencoder's first level."""
         config = self.parts["vae"].config
+        # Qwen-Image's autoencoder has other names of fields, here and in `latent_channels`.
         return int(config.get("base_dim") or config["block_out_channels"][0])
 
     @property
@@ -123,7 +124,7 @@ def index_of(weights: Path) -> Mapping[str, Any]:
 
 
 def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
-    """Return the facts of `weights`, a pipeline's folder or an original checkpoint.
+    """Return the facts of `weights`, a pipeline's folder or a checkpoint in one file.
 
     Args:
         weights: the folder or the file.

@@ -1,5 +1,6 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on packed pairs.
 
+A packed row has several texts one after another; the two answers of a pair are in one batch.
 The loss of a pair is -log sigmoid(r) with the reward r = beta (m - m0). The margin m is the
 log-probability of the chosen answer minus that of the rejected one (each summed over the tokens of
 the answer) under the model; m0 is the margin under the base, which is the model with its adapter
@@ -42,7 +43,7 @@ class PreparedPreferences(Packing):
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """Return the result of `tokens`, with `answers` and `reference`, the margins m0."""
+        """Return the result of `tokens`, `answers` (see `_answers`), and `reference`: the m0."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -88,6 +89,7 @@ class PreparedPreferences(Packing):
             self._family.config.batch_size,
         )
         with tc.no_grad():
+            # Each process computes the rewards of some batches; all get the rewards of all.
             by_batch = measured(
                 self._group, batches, lambda batch: self._rewards(self.inputs(batch)).tolist()
             )
@@ -105,11 +107,14 @@ class PreparedPreferences(Packing):
         log_probs = self._family.model.log_probs(
             inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
         )
-        # A row of `answers` is 1 at the targets of the chosen answer, -1 at those of the rejected.
+        # A product with `answers` sums the log-probabilities of each answer and subtracts the sums.
         return (inputs["answers"] @ log_probs.reshape(-1, 1)).reshape(-1)
 
 
 def _answers(batch: Packed) -> npt.NDArray[np.float32]:
-    """Return the `answers` of a batch, which batches of pairs always have."""
+    """Return the `answers` of a batch, which batches of pairs always have: (pairs, tokens).
+
+    A row is 1 at the targets of the chosen answer, -1 at those of the rejected one, 0 elsewhere.
+    """
     assert batch.answers is not None
     return batch.answers

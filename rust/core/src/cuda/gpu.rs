@@ -24,7 +24,7 @@ use crate::{Error, Raw, Result};
 const BLAS_WORKSPACE: usize = 32 << 20;
 
 /// The environment variable that is 1 if a GPU of compute capability 9.0 shall run the kernels that all other GPUs run.
-/// Benchmarks set it, because consumer GPUs take these kernels.
+/// With it, benchmarks on such a GPU measure the kernels that consumer GPUs use.
 const GENERAL_KERNELS: &str = "TRAINABLE_CANDLE_GENERAL_KERNELS";
 
 /// A CUDA device with its stream, kernels and libraries.
@@ -38,8 +38,11 @@ pub struct Gpu {
     /// Whether the kernels that need the instructions of compute capability 9.0 run.
     runs_hopper_kernels: bool,
     multiprocessors: usize,
+    /// Device memory in which kernels report ids out of range.
     board: Board,
+    /// The calls of cuBLASLt that were chosen so far.
     product_calls: ProductCalls,
+    /// The stream of copies, made on first use.
     copies: Lazy,
     /// Memory that cuBLAS and cuBLASLt use for intermediate results. They share it, because their work runs in the
     /// order of one stream.
@@ -154,7 +157,7 @@ impl Gpu {
     /// Returns the GPU of a device.
     ///
     /// # Errors
-    /// As [`of`](Self::of), for a device that is not a CUDA device.
+    /// [`Error::Device`] if `device` is not a CUDA device; the other errors of [`of`](Self::of).
     pub fn of_device(op: &'static str, device: &Device) -> Result<&'static Self> {
         let Device::Cuda(device) = device else {
             let message = format!("found the device \"{}\", expected a CUDA device", name(device));
@@ -209,8 +212,9 @@ impl Gpu {
         self.copies.get()
     }
 
-    /// Lets [`stream`](Self::stream) wait for all copies, and counts a meeting (see `copies.rs`). To be called where a
-    /// recording begins, where it ends, and where a replay begins.
+    /// Lets [`stream`](Self::stream) wait for all copies, and counts a meeting of the two streams: code that has made
+    /// copies must then assume that their destinations have changed (see `copies.rs`). To be called where the recording
+    /// of a CUDA graph begins, where it ends, and where a replay begins.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }

@@ -20,7 +20,8 @@ use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 /// alphas stored as its tensors differ from the alphas of training.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
-/// The parameter names of the up factors that [`rescale`] multiplies. An adapter has at most one of these parameters.
+/// The parameter names of the up factors that [`rescale`] multiplies: of LoRA and DoRA, and of LoHa. An adapter has at
+/// most one of these parameters.
 const UPS: [&str; 2] = ["lora_B.weight", "hada_w1_a"];
 
 /// The alpha of a layer: scale · rank.

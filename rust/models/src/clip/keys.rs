@@ -1,5 +1,5 @@
-//! The names of a text encoder's parameters in files: transformers' names, with and without `text_model.`, and
-//! OpenCLIP's names.
+//! The names of the parameters of CLIP's text encoder in files: transformers' names, with and without `text_model.`, and
+//! OpenCLIP's names. Also, the configuration of a text encoder from the shapes of a file's tensors.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -10,7 +10,8 @@ use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 /// The prefix of all parameter names except that of the projection.
 const WRAPPER: &str = "text_model.";
 
-/// The names of a text encoder's parameters in a folder (`original` is `None`) or in an original checkpoint.
+/// The names of a text encoder's parameters in a folder of transformers (`original` is `None`) or in an original
+/// checkpoint: one file, often with several models, in the layout of the models' publishers.
 pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
@@ -73,13 +74,15 @@ impl Layout for OpenClip {
 /// The key and form in OpenCLIP's files of the parameter whose name in transformers is `text_model.{name}`. `None` if
 /// OpenCLIP's files have no such parameter.
 fn open_clip(name: &str) -> Option<Key> {
-    // Pairs (transformers' name, OpenCLIP's name) outside and inside of the encoder's layers.
+    // Parameters outside of the encoder's layers: transformers' name, OpenCLIP's name.
     const OUTSIDE: [(&str, &str); 4] = [
         ("embeddings.token_embedding.weight", "token_embedding.weight"),
         ("embeddings.position_embedding.weight", "positional_embedding"),
         ("final_layer_norm.weight", "ln_final.weight"),
         ("final_layer_norm.bias", "ln_final.bias"),
     ];
+    // Modules of each of the encoder's layers, whose parameters have the same names in both: transformers' name,
+    // OpenCLIP's name.
     const INSIDE: [(&str, &str); 5] = [
         ("self_attn.out_proj", "attn.out_proj"),
         ("layer_norm1", "ln_1"),
@@ -92,7 +95,7 @@ fn open_clip(name: &str) -> Option<Key> {
     }
     let (index, rest) = name.strip_prefix("encoder.layers.")?.split_once('.')?;
     let block = format!("transformer.resblocks.{index}");
-    // OpenCLIP stacks the three projections in one tensor.
+    // OpenCLIP stacks the three projections in one tensor. Each is a share of its rows, number `part` of 3.
     for (part, projection) in ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."].iter().enumerate() {
         if let Some(parameter) = rest.strip_prefix(projection) {
             return Some(Key { key: format!("{block}.attn.in_proj_{parameter}"), form: Form::share(part, 3) });
@@ -128,6 +131,7 @@ pub(super) fn deduce(
         Naming::Original => {
             ("token_embedding.weight", "positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight")
         }
+        // No file has llama.cpp's names for CLIP's text encoder.
         Naming::Own | Naming::LlamaCpp => (
             "text_model.embeddings.token_embedding.weight",
             "text_model.embeddings.position_embedding.weight",

@@ -1,4 +1,5 @@
-//! How a file stores a model's parameters: under which keys and in which forms.
+//! How a file stores a model's parameters: under which keys and in which forms. A [`Form`] says how the stored tensor
+//! differs from the parameter: not at all (plain), transposed, joined with other parameters.
 
 pub use trainable_candle_io::form::{Form, Key};
 

@@ -1,4 +1,5 @@
-//! The CUDA form: `kernels/beside.cu`.
+//! The CUDA form of `activate_beside`, which launches `kernels/beside.cu`. The result has the columns of `before` and, to
+//! the right of them, an activation of columns of `x`.
 
 use trainable_candle_cuda::kernels::beside::{GeluTanhBesideBackward, GeluTanhBesideForward};
 
@@ -9,6 +10,7 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
+/// Computes the result. `columns` says which columns of `x` the activation reads, and how many it returns.
 pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Result<Raw> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;
@@ -36,19 +38,20 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
 /// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result. The kernel
 /// writes straight into the gradient of `x` if none of the columns that the activation reads has a gradient yet.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
+    const X: usize = 0; // the index of x among the operation's inputs
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
-    if let Some(place) = context.part(0, (&x, x.dims()), dim, start..start + columns.len())? {
-        return write(columns, &x, &grad, &place);
+    if let Some(part_of_grad) = context.part(X, (&x, x.dims()), dim, start..start + columns.len())? {
+        return write(columns, &x, &grad, &part_of_grad);
     }
     let mut dims = x.dims().to_vec();
     dims[dim] = columns.len();
     let dx = compute::unset(columns.activation.info().name, &x, &dims)?;
     write(columns, &x, &grad, &dx)?;
-    context.add_part(0, x.dims(), dim, start, &dx)
+    context.add_part(X, x.dims(), dim, start, &dx)
 }
 
-/// Writes to `dx` the gradient of the columns of `x` that the activation reads.
+/// Writes to `dx` the gradient of those columns of `x` that the activation reads. `dx` has only these columns.
 fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;

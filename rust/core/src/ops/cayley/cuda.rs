@@ -1,4 +1,5 @@
-//! The CUDA form: `kernels/cayley.cu`. `change` is D, the result of the operation.
+//! The CUDA form of `cayley`, which launches `kernels/cayley.cu`. From `upper`, the elements above the diagonals of
+//! skew-symmetric matrices Q, the operation computes `change`, the matrices D = (I - Q) (I + Q)⁻¹ - I.
 
 use trainable_candle_cuda::kernels::cayley::{CAYLEY_BACKWARD, CAYLEY_FORWARD, CayleyBackward, CayleyForward};
 
@@ -26,6 +27,7 @@ fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
     Ok(Shape { grid: [count.min(i32::MAX as usize) as u32, 1, 1], block: [32, 8, 1], shared: shared as u32 })
 }
 
+/// Computes D from `upper (count, size (size - 1) / 2)`. `[count, size, size]` is the shape of the result.
 pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> {
     let op = CAYLEY.name;
     let gpu = Gpu::of(op, upper)?;
@@ -45,6 +47,7 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
     Ok(change)
 }
 
+/// Computes the gradient of `upper` from D and its gradient `grad`, both (count, size, size).
 pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
     let op = CAYLEY.name;
     let gpu = Gpu::of(op, grad)?;

@@ -1,8 +1,9 @@
-//! Reductions over any set of dimensions.
+//! Reductions over any set of dimensions: sum, mean and variance; in submodules maximum, minimum and log-sum-exp. Also
+//! cumulative sums.
 //!
-//! `dims` names dimensions in any order, each at most once. If `dims` is empty, each element is reduced by itself. With
-//! `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in f32 (in f64 for f64
-//! elements), and the sum is rounded once to the elements' dtype.
+//! The argument `dims` of a reduction names dimensions in any order, each at most once. If `dims` is empty, each element
+//! is reduced by itself. With `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in
+//! f32 (in f64 for f64 elements), and the sum is rounded once to the elements' dtype.
 
 mod extreme;
 mod logsumexp;
@@ -28,6 +29,7 @@ impl Unary for Scale {
     const KERNEL: &'static str = "scale";
 
     fn parameters(&self) -> [f64; 2] {
+        // Every elementwise kernel has two parameters; this one does not use the second.
         [self.0, 0.0]
     }
 
@@ -117,8 +119,8 @@ impl Backward for SumBackward {
     }
 }
 
-/// a (b - c): the gradient of an element b of a variance over n elements with the mean c, where a is 2 / (n -
-/// correction) times the gradient of the variance.
+/// a (b - c). In the backward pass of a variance over n elements, b is one of these elements, c is their mean, and a is
+/// 2 / (n - correction) times the gradient of the variance. The result is then the gradient of b.
 #[derive(Clone, Copy)]
 struct TimesDifference;
 
@@ -149,7 +151,7 @@ struct VarBackward {
     x: Saved,
     /// In the accumulator dtype; the reduced dimensions have size 1.
     mean: Saved,
-    /// The number of elements minus the correction, at least 0.
+    /// The number of elements that one variance is over, minus the correction; at least 0.
     divisor: f64,
 }
 
@@ -277,7 +279,8 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file and its submodules.
+/// Registry entries of this file and its submodules. A case has a label, the shapes of the inputs and the call to test.
+/// [`Domain::Distinct`] gives an input distinct values, so that only one element is the maximum or the minimum.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -311,6 +314,7 @@ pub static ENTRIES: &[Entry] = &[
             let plain = |x: &Tensor, dims: &[usize], keepdim: bool, divisor: f64| {
                 x.sub(&x.mean(dims, true)?)?.sqr()?.sum(dims, keepdim)?.mul_scalar(1.0 / divisor)
             };
+            // The divisor of a plain form is the number of reduced elements, 3 · 5, minus the correction.
             vec![
                 Case::new("all", &[&[3, 5]], |x| x[0].var(&[0, 1], false, 1.0))
                     .plain(move |x| plain(&x[0], &[0, 1], false, 14.0)),

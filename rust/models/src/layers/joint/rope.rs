@@ -1,4 +1,4 @@
-//! Rotary embedding of positions along several axes.
+//! Rotary embedding of positions along several axes, such as the row and the column of an image patch.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
@@ -12,15 +12,15 @@ pub struct Rope {
     pub sin: Tensor,
 }
 
-/// Computes angles from positions. Each axis of the positions rotates pairs of features of its own.
+/// Computes angles from positions. Each axis has its own pairs of features, which a position along the axis rotates.
 pub struct RopeAxes {
     /// The frequencies of each axis, (1, pairs), f64: radians by which one step along the axis rotates each pair.
     frequencies: Vec<Tensor>,
 }
 
 impl RopeAxes {
-    /// Check that the `widths` in a configuration are even and add up to `head_dim`, the width of a head. The error
-    /// message begins with `model`.
+    /// Check the `widths` of a configuration, the number of features of a head that each axis rotates: they must be
+    /// even and add up to `head_dim`, the width of a head. The error message begins with `model`.
     ///
     /// # Errors
     /// [`Error::Config`] if a width is odd, or if the sum differs from `head_dim`.
@@ -33,8 +33,8 @@ impl RopeAxes {
         )))
     }
 
-    /// For each axis of a token's position, `widths` has the number of features of a head that the axis rotates, an
-    /// even number. The axis rotates its pair i by the angle position · `theta`^(−2i / width).
+    /// `widths` is as in [`check`](Self::check). An axis rotates its pair i by the angle
+    /// position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`Error::Candle`] if the frequencies cannot be copied to the device.

@@ -1,6 +1,7 @@
-//! [`Lanes`]: an interface to registers of f32. A step over 8-bit states uses the interface and is thus written only
-//! once for all processors. There are implementations for AVX-512, for AVX2 and for all other processors. All round in
-//! the same way, so all give equal states and parameters, bit for bit.
+//! [`Lanes`]: an interface to registers of f32. The step of an optimizer with 8-bit states uses the interface and is thus
+//! written only once for all processors. A state is stored as codes, the indices of values in a [`Codebook`]. There are
+//! implementations for AVX-512, for AVX2 and for all other processors. All round in the same way, so all give equal
+//! states and parameters, bit for bit.
 //!
 //! Plain loops would be slower: the compiler vectorises their arithmetic, but not the look-ups of codes before and
 //! after it. The compiler also turns a conditional store into a masked store, which takes AMD's processors 42
@@ -23,7 +24,7 @@ pub(super) trait Lanes: Copy {
     type Values: Copy;
     /// A boolean for each of the values.
     type Mask: Copy;
-    /// What [`decode`](Self::decode) returns for [`part`](Self::part).
+    /// What [`decode`](Self::decode) returns, for [`part`](Self::part) to return a register of it.
     type Decoded: Copy;
     /// The number of values in a register, at most 16. [`BLOCK_SIZE`] is a multiple of `4 * WIDTH`.
     const WIDTH: usize;
@@ -63,7 +64,7 @@ pub(super) trait Lanes: Copy {
     /// [`decode`](Self::decode) has returned for `codes`.
     fn part(self, codebook: &Codebook, decoded: Self::Decoded, codes: &[u8], index: usize) -> Self::Values;
     /// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in
-    /// [-1, 1]. With a map without negative values, they must be in [0, 1].
+    /// [-1, 1]. With a codebook without negative values, they must be in [0, 1].
     fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]);
 }
 

@@ -18,7 +18,7 @@ fn each<T>(f: impl FnMut(usize) -> T) -> [T; WIDTH] {
 impl Lanes for Plain {
     type Values = [f32; WIDTH];
     type Mask = [bool; WIDTH];
-    /// Empty: `part` looks up the values.
+    /// Empty: `decode` does nothing, and [`part`](Lanes::part) looks up the values of codes.
     type Decoded = ();
     const WIDTH: usize = WIDTH;
 
@@ -72,6 +72,7 @@ impl Lanes for Plain {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
 
+    // Not `max`, because a NaN without a sign must be larger than all numbers. Its bits are.
     #[inline(always)]
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values {
         each(|i| f32::from_bits(a[i].to_bits().cast_signed().max(b[i].to_bits().cast_signed()).cast_unsigned()))
@@ -99,6 +100,7 @@ impl Lanes for Plain {
 
     #[inline(always)]
     fn largest(self, x: Self::Values) -> f32 {
+        // The values are at least 0, so the initial value 0.0 changes nothing.
         x.into_iter().fold(0.0, f32::max)
     }
 

@@ -1,4 +1,4 @@
-//! The gradients of attention, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
+//! The gradients of attention on the CPU, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
 
 use std::ops::Range;
 
@@ -22,12 +22,13 @@ pub(in crate::ops::attention) struct SavedValues {
     pub inputs: [Raw; 3],
     /// The numbers that are added to the scores.
     pub mask: Option<Raw>,
+    /// The result of the forward pass.
     pub result: Raw,
     /// For each query, log Σ e^score over its keys.
     pub log_sums: Raw,
 }
 
-/// Computes the gradients of q, k and v; `None` where `wanted` is false.
+/// Computes the gradients of q, k and v from `grad`, the gradient of the result; `None` where `wanted` is false.
 pub(in crate::ops::attention) fn backward(
     attention: &Attention,
     saved: &SavedValues,
@@ -37,8 +38,8 @@ pub(in crate::ops::attention) fn backward(
     let op = ATTENTION.name;
     let [q, k, v] = &saved.inputs;
     let widths = [q, v].map(|raw| raw.dims()[raw.rank() - 1]);
-    // Rows of the result and of its gradient are multiplied as slices, so each row must be contiguous. Rows of the
-    // result are.
+    // Rows of the result and of its gradient are multiplied as slices, so each row must be contiguous. Those of the
+    // result always are.
     let grad = if grad.stride()[grad.rank() - 1] == 1 { grad.clone() } else { crate::cpu::contiguous(grad)? };
     let mask = attention.broadcast(saved.mask.as_ref())?;
     let operands: SmallVec<[&Raw; 8]> =
@@ -49,6 +50,7 @@ pub(in crate::ops::attention) fn backward(
             wanted[i].then(|| Output::<T>::like(input, input.dims()[input.rank() - 1]))
         });
         let grad_rows = outputs.each_mut().map(|output| output.as_mut().map(Output::rows));
+        // The storage and the layout of each of `operands`, in the same order; the mask, if there is one, is number 6.
         read_all(op, &operands, |operands| {
             let pass = BackwardPass {
                 scores: Scores {
@@ -82,6 +84,8 @@ fn probabilities<R: Real>(scores: &mut [R], width: usize, log_sums: &[R]) {
         #[inline(always)]
         || {
             for (scores, log_sum) in scores.chunks_exact_mut(width).zip(log_sums) {
+                // A query that sees no key has only scores of -inf, and so the log-sum -inf. With 0 instead, its
+                // probabilities are exp(-inf) = 0, not NaN.
                 let base = finite_or_zero(*log_sum);
                 for s in scores {
                     *s = (*s - base).exp();
@@ -106,8 +110,11 @@ struct BackwardPass<'a, T: Elem> {
 
 /// Working memory of a thread.
 struct Scratch<R> {
+    /// Of a block of queries and a block of keys.
     probabilities: Vec<R>,
+    /// The gradients of the scores of these two blocks.
     score_grads: Vec<R>,
+    /// The gradients of a block of queries.
     query_grads: Vec<R>,
 }
 
@@ -127,6 +134,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         // Elements of the gradients of a key head's keys and values.
         let size = keys * (self.widths[0] + self.widths[1]);
         if parts == 1 {
+            // Key heads for a task, so that it has at least about `TASK` multiplications.
             let grain = TASK / (attention.group * attention.queries() * size).max(1);
             par_ranges(key_heads, grain, |range| {
                 let mut scratch = self.scratch();

@@ -1,6 +1,7 @@
-//! Gated units of adapted linear maps. On CUDA, low-rank products s (x Aᵀ) Bᵀ that the kernels support are "late": the
-//! kernel of the unit computes them from x Aᵀ and adds them to the maps' results while it reads these results. A
-//! separate addition would read and write the maps' results once more.
+//! `swiglu_linear_group`: the gated unit SwiGLU of linear maps with LoRA adapters, as one operation. On CUDA, low-rank
+//! products s (x Aᵀ) Bᵀ that the kernels support are "late": the kernel of SwiGLU computes them from x Aᵀ and adds them
+//! to the maps' results while it reads these results. A separate addition would read and write the maps' results once
+//! more.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,7 +22,7 @@ use crate::{Error, Result, Tensor, checkpoint};
 pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear_group");
 
 /// Computes [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` →
-/// `(..., n)`. The maps of `group` have 2 n results in all, the second half of which is the gate.
+/// `(..., n)`. The maps of `group` have 2 n output features in all, the second half of which is the gate.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Shape`] if the number of
@@ -29,8 +30,8 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // Of two operations, a selective checkpoint keeps only the maps' results. Of one fused operation, it would also
-        // keep the result of the unit.
+        // Of two operations, a selective checkpoint keeps only the maps' results and recomputes SwiGLU, which is cheap.
+        // Of one fused operation, which is expensive, it would also keep the result.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;
@@ -115,17 +116,19 @@ impl Late<Saved> {
 impl Late<Raw> {
     /// The sum of y (rows, 2 n) and the late products, in new storage.
     pub fn added_to(&self, y: &Raw) -> Result<Raw> {
+        // `columns` and `ranks` have the first index and the number of an adapter's columns, in y and in `hidden`.
         let sum = own_copy(y)?;
         for LastProduct { up, columns, ranks, scale } in &self.products {
             let (columns, hidden) =
                 (sum.narrow(1, columns[0], columns[1])?, self.hidden.narrow(1, ranks[0], ranks[1])?);
-            compute::write_products(&[[&columns, &hidden, &up.t()?]], *scale, true)?;
+            let accumulate = true;
+            compute::write_products(&[[&columns, &hidden, &up.t()?]], *scale, accumulate)?;
         }
         Ok(sum)
     }
 }
 
-/// Applies the gated unit to the sum of y (rows, 2 n) and the late products, if any.
+/// Applies SwiGLU to the sum of y (rows, 2 n) and the late products, if any.
 pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
@@ -138,6 +141,7 @@ pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     }
 }
 
+/// The backward pass of [`swiglu_linear_group`].
 struct Gated {
     low_rank: LowRankBackward,
     /// The results of the maps, (rows, 2 n), without the products in `late`.
