@@ -74,7 +74,7 @@ def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]
     rows, width, rank = case.rows, case.width, case.rank
     # alpha is rank / 2, so the scale of the LoRA is 0.5, here and in the other functions.
     layer = tc.nn.LoRALinear(random(width, width) * 0.02, rank, rank / 2)
-    # A new layer has an `lora_up` of zeros.
+    # In a new layer, `lora_up` is zero.
     for var in layer.get_vars():
         var.set(tc.randn(var.shape, device=device) * 0.02)
     x, grad = tc.Var(random(rows, width)), random(rows, width)

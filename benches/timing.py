@@ -88,10 +88,11 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
         inner: calls in a round, for calls too short to time one by one.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
+    rounds_in_turn = -(-rounds // BLOCKS)  # rounded up
     for _ in range(BLOCKS):
         for name, call in sides.items():
             time.sleep(REST)
-            for index in range(WARM_UP + -(-rounds // BLOCKS)):
+            for index in range(WARM_UP + rounds_in_turn):
                 started = time.perf_counter()
                 for _ in range(inner):
                     call()

@@ -4,7 +4,8 @@
 //
 // The codes are those that gated.cu followed by codes.cu would make: results and gradients are first rounded to T. A row of x
 // (rows, 2 width) has h, then the gate. `width` is a multiple of 16. A team of blockDim.x threads works on a row. `width` is at most what
-// the largest team can hold in registers: 8192 (f16, bf16) or 4096 (f32). Every row and `column_scales` begin at a 16-byte boundary. Codes are int8 if `is_int8` is 1, else e4m3.
+// the largest team can hold in registers: 8192 (f16, bf16) or 4096 (f32). Every row and `column_scales` begin at a 16-byte boundary. Codes
+// are int8 if `is_int8` is 1, else e4m3.
 #include "architecture.cuh"
 #include "codes/round.cuh"
 #include "functions.cuh"
@@ -13,8 +14,8 @@ namespace {
 
 // Elements of a pack. Packs of eight elements would take so many registers that a multiprocessor could hold fewer teams.
 constexpr int N = 4;
-// A row to round has one part in the forward pass (the result) and two in the backward pass (the gradients of h and of the gate). HELD_PACKS
-// is how many packs of each part a thread can keep in registers: as many elements as 32 bytes of T hold.
+// A row to round has one part in the forward pass (the result) and two in the backward pass (the gradients of h and of the gate).
+// HELD_PACKS is how many packs of each part a thread can keep in registers: as many elements as 32 bytes of T hold.
 template <typename T> constexpr int HELD_PACKS = 2 * WIDE<T> / N;
 // How many teams of the largest size a multiprocessor must have room for. From compute capability 12.0 on, only one: there the compiler
 // needs more registers.

@@ -1,5 +1,5 @@
-//! The names of the parameters of CLIP's text encoder in files: transformers' names, with and without `text_model.`, and
-//! OpenCLIP's names. Also, the configuration of a text encoder from the shapes of a file's tensors.
+//! The names of the parameters of CLIP's text encoder in files: transformers' names, with and without `text_model.`,
+//! and OpenCLIP's names. Also, the configuration of a text encoder from the shapes of a file's tensors.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -114,9 +114,10 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
 
 /// The configuration of a text encoder in an original checkpoint, from the shapes of the checkpoint's tensors. The
 /// shapes do not determine the number of heads, the activation, the norms' epsilon and the id of the end token. These
-/// fields come from the first configuration in `known` whose other fields agree. If there is none, the number of heads
-/// and the activation are those of the published text encoder with the same `hidden_size`, and the epsilon and the id
-/// are those of [`CLIPTextConfig::default`].
+/// fields come from the first configuration in `known` whose other fields agree; `known` has configurations found with
+/// the checkpoint, then those of published models. If none agrees, the number of heads and the activation are those of
+/// the published text encoder with the same `hidden_size`, and the epsilon and the id are those of
+/// [`CLIPTextConfig::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.

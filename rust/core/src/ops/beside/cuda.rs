@@ -1,5 +1,5 @@
-//! The CUDA form of `activate_beside`, which launches `kernels/beside.cu`. The result has the columns of `before` and, to
-//! the right of them, an activation of columns of `x`.
+//! The CUDA form of `activate_beside`, which launches `kernels/beside.cu`. The result has the columns of `before` and,
+//! to the right of them, an activation of columns of `x`.
 
 use trainable_candle_cuda::kernels::beside::{GeluTanhBesideBackward, GeluTanhBesideForward};
 

@@ -1,9 +1,9 @@
 //! Reductions over any set of dimensions: sum, mean and variance; in submodules maximum, minimum and log-sum-exp. Also
 //! cumulative sums.
 //!
-//! The argument `dims` of a reduction names dimensions in any order, each at most once. If `dims` is empty, each element
-//! is reduced by itself. With `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in
-//! f32 (in f64 for f64 elements), and the sum is rounded once to the elements' dtype.
+//! The argument `dims` of a reduction names dimensions in any order, each at most once. If `dims` is empty, each
+//! element is reduced by itself. With `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are
+//! summed in f32 (in f64 for f64 elements), and the sum is rounded once to the elements' dtype.
 
 mod extreme;
 mod logsumexp;
@@ -280,7 +280,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file and its submodules. A case has a label, the shapes of the inputs and the call to test.
-/// [`Domain::Distinct`] gives an input distinct values, so that only one element is the maximum or the minimum.
+/// `Domain::Distinct` gives an input distinct values, so that only one element is the maximum or the minimum.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

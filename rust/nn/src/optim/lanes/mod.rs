@@ -1,7 +1,7 @@
-//! [`Lanes`]: an interface to registers of f32. The step of an optimizer with 8-bit states uses the interface and is thus
-//! written only once for all processors. A state is stored as codes, the indices of values in a [`Codebook`]. There are
-//! implementations for AVX-512, for AVX2 and for all other processors. All round in the same way, so all give equal
-//! states and parameters, bit for bit.
+//! [`Lanes`]: an interface to registers of f32. The step of an optimizer with 8-bit states uses the interface and is
+//! thus written only once for all processors. A state is stored as codes, the indices of values in a [`Codebook`].
+//! There are implementations for AVX-512, for AVX2 and for all other processors. All round in the same way, so all give
+//! equal states and parameters, bit for bit.
 //!
 //! Plain loops would be slower: the compiler vectorises their arithmetic, but not the look-ups of codes before and
 //! after it. The compiler also turns a conditional store into a masked store, which takes AMD's processors 42

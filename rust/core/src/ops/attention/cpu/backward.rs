@@ -1,4 +1,5 @@
-//! The gradients of attention on the CPU, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
+//! The gradients of attention on the CPU, block by block, from the log-sums of the forward pass (Dao et al. 2022,
+//! algorithm 4).
 
 use std::ops::Range;
 
@@ -208,6 +209,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
                 let p = &mut scratch.probabilities[..block_rows * block_columns];
                 self.scores.block(head, &queries, &keys, p);
                 probabilities(p, block_columns, log_sums);
+                // `gemm(c, a, b, alpha, accumulate)` sets c to alpha a b, or adds alpha a b to c if `accumulate`.
                 if wants_v {
                     let out = &mut value_grads[keys.start * value_width..keys.end * value_width];
                     let p = MatRef::row_major(p, block_rows, block_columns);

@@ -169,6 +169,7 @@ impl Backward for Gated {
         self.low_rank.run(context, &grad)
     }
 
+    /// A function that recomputes the result from the saved values.
     fn again(&self) -> Option<Again<'_>> {
         Some(Box::new(|| {
             let late = self.late.as_ref().map(Late::get).transpose()?;
