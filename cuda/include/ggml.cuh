@@ -75,6 +75,8 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
     if constexpr (TYPE == Q8_0) return {eight(block + 2 + at), 0, scale(block), 0.0f};
     else if constexpr (!IS_K<TYPE>) {
         constexpr bool HAS_FIFTH = TYPE == Q5_0 || TYPE == Q5_1;
+        // A block begins with HEAD bytes of scale and minimum. The fifth bits of its codes follow, if there are any. At START, its codes
+        // begin.
         constexpr uint32_t HEAD = HAS_MINIMUM<TYPE> ? 4 : 2, START = HEAD + (HAS_FIFTH ? 4 : 0);
         // The lower halves of 16 bytes belong to the elements 0 to 15, the upper halves to the elements 16 to 31.
         uint2 codes = nibbles(eight(block + START + at % 16), at / 16 * 4);
@@ -85,20 +87,22 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         // Codes have six bits. A half of the block (128 elements) has 64 bytes for the low four bits of its codes, and 32 bytes for the
         // high two bits. Quarter r of the half (32 elements) has its low bits in nibble r / 2 of the 32 bytes from byte 32 (r % 2) on, and
         // its high bits in the bits 2 r and 2 r + 1 of the 32 bytes. Each 16 elements have a factor of the block's scale.
-        const uint32_t half = at / 128, quarter = at / 32 % 4, place = at % 32;
-        const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + place), quarter / 2 * 4);
-        const uint2 high = eight(block + 128 + 32 * half + place);
+        const uint32_t half = at / 128, quarter = at / 32 % 4, offset = at % 32;
+        const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + offset), quarter / 2 * 4);
+        const uint2 high = eight(block + 128 + 32 * half + offset);
+        // Moves the quarter's two bits of each byte to bits 4 and 5.
         const auto two = [&](uint32_t bytes) { return (bytes >> 2 * quarter & 0x03030303) << 4; };
         const auto factor = static_cast<float>(static_cast<int8_t>(__ldg(block + 192 + at / 16)));
         return {both(low, {two(high.x), two(high.y)}), 32, __fmul_rn(scale(block + 208), factor), 0.0f};
     } else {
         // Parts 2 i and 2 i + 1 share 32 bytes: the even part has the lower four bits of each byte, the odd part the upper four. In Q5_K,
-        // bit `part` of 32 further bytes is the fifth bit of the part's codes.
-        const uint32_t part = at / 32, place = at % 32;
+        // bit `part` of 32 further bytes is the fifth bit of the part's codes. A block begins with its scale, the scale of the minimums,
+        // and the 12 bytes that `part_scales` reads; the fifth bits follow, then, at START, the four bits.
+        const uint32_t part = at / 32, offset = at % 32;
         constexpr uint32_t START = TYPE == Q5_K ? 48 : 16;
-        uint2 codes = nibbles(eight(block + START + 32 * (part / 2) + place), part % 2 * 4);
+        uint2 codes = nibbles(eight(block + START + 32 * (part / 2) + offset), part % 2 * 4);
         if constexpr (TYPE == Q5_K) {
-            const uint2 bits = eight(block + 16 + place);
+            const uint2 bits = eight(block + 16 + offset);
             const auto one = [&](uint32_t bytes) { return (bytes >> part & 0x01010101) << 4; };
             codes = both(codes, {one(bits.x), one(bits.y)});
         }

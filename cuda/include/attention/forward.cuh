@@ -9,7 +9,8 @@
 #include "shape.cuh"
 
 // The softmax over the keys, for the 16 * M queries of a warp. A score is the product of a query row and a key row. Each thread has scores
-// of 2 * M query rows, and four threads share each row.
+// of 2 * M query rows, and four threads share each row. `scores[m][n][i]` belongs to query m * 16 + i / 2 * 8 and to key n * 8 + i % 2,
+// counted from the thread's first query and key.
 template <int M> struct RunningSoftmax {
     // For each query row, the largest score so far, times scale / ln 2.
     float base[M][2];
@@ -88,18 +89,19 @@ __device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const Visible
 }
 
 // Sets scores to negative infinity for keys that do not exist, that come after their query if attention is causal, or, with spans, that
-// come before the first key that their query sees (`first`). The thread's first score is that of query `query` and key `key`.
+// come before the first key that their query sees (`first_seen`). The thread's first score is that of query `query` and key `key`.
 template <class VisibleKeys, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
-                                     const uint32_t (&first)[M][2]) {
+                                     const uint32_t (&first_seen)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            // The end (exclusive) of the keys that the query may see.
             const uint32_t seen = shape.is_causal ? min(shape.keys, query + m * 16 + i / 2 * 8 + 1) : shape.keys;
 #pragma unroll
             for (int n = 0; n < N; n++)
-                if (key + n * 8 + i % 2 >= seen || (VisibleKeys::HAS_SPANS && key + n * 8 + i % 2 < first[m][i / 2]))
+                if (key + n * 8 + i % 2 >= seen || (VisibleKeys::HAS_SPANS && key + n * 8 + i % 2 < first_seen[m][i / 2]))
                     scores[m][n][i] = -INFINITY;
         }
 }
@@ -129,6 +131,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
+    // Each step works on `KEYS` keys. The steps run from `begin` to `steps` (exclusive).
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so scores of these keys need `hide`.
     const uint32_t floor = visible.first_key(first + rows - 1);
@@ -153,8 +156,8 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const float scale = static_cast<float>(shape.scale) * LOG2_E;
     const uint32_t query = first + warp * 16 * M + lane / 4;
-    uint32_t lowest[M][2];
-    first_keys(lowest, visible, query);
+    uint32_t first_seen[M][2];
+    first_keys(first_seen, visible, query);
     RunningSoftmax<M> softmax(VisibleKeys::HAS_SPANS ? -FLT_MAX : -INFINITY);
     float result[M][D / 8][4] = {}, correction[M][2];
     const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
@@ -162,11 +165,12 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
         // A tile has hidden keys only if it reaches beyond the last key, begins below `floor` or, with a causal mask, reaches beyond the
         // warp's first query.
         if (key + KEYS > shape.keys || key < floor || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
-            hide<VisibleKeys>(scores, query, key + lane % 4 * 2, shape, lowest);
+            hide<VisibleKeys>(scores, query, key + lane % 4 * 2, shape, first_seen);
         return softmax.weigh(scores, correction, scale);
     };
     if constexpr (BY_WARPGROUP<M>) {
-        // Other blocks of the multiprocessor multiply while this one computes weights.
+        // Four warps multiply together (warpgroup.cuh). A block does not multiply while it computes weights; other blocks of the
+        // multiprocessor then multiply.
         for (uint32_t step = begin; step < steps; step++) {
             if (step > begin) wait_for_copies();
             if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);

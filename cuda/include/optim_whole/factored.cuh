@@ -82,22 +82,24 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &elements,
     const Settings &settings = by.settings;
     const uint64_t count = elements.variable.count;
     const double step = static_cast<double>(settings.step), eps = settings.more[1];
+    // The weight of the new value in a second moment; beta2_decay is negative.
     const float weight = static_cast<float>(pow(step, settings.more[0]));
     const float least_moment = static_cast<float>(eps * eps);
     const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(elements.param(i)) * elements.param(i); });
     const double param_rms = fmax(sqrt(squares / count), settings.more[2]);
     const bool is_matrix = states[1] != nullptr;
+    // The moments of rows; of a vector, the moments of its elements.
     float *const rows = elements.state(states[0], 0);
     float *const columns = is_matrix ? elements.state(states[1], 1) : nullptr;
     const Matrices in(elements.variable);
-    float *const means = elements.variable.scratch;
+    float *const mean_rows = elements.variable.scratch;
     if (is_matrix) {
         const auto square = [&](uint64_t i) { return static_cast<double>(elements.grad(i)) * elements.grad(i); };
         const auto row_of = [&](uint64_t row, double mean) { rows[row] = lerp(rows[row], static_cast<float>(mean), weight); };
         const auto column_of = [&](uint64_t column, double mean) {
             columns[column] = lerp(columns[column], static_cast<float>(mean), weight);
         };
-        moments(in, square, row_of, column_of, rows, means);
+        moments(in, square, row_of, column_of, rows, mean_rows);
     } else {
         for_each(count, [&](uint64_t i) { rows[i] = lerp(rows[i], elements.grad(i) * elements.grad(i), weight); });
     }
@@ -105,7 +107,7 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &elements,
         float moment = 0.0f;
         if (is_matrix) {
             const uint64_t row = in.row(i);
-            moment = rows[row] * columns[in.column(i)] / fmaxf(means[in.matrix(row)], static_cast<float>(eps));
+            moment = rows[row] * columns[in.column(i)] / fmaxf(mean_rows[in.matrix(row)], static_cast<float>(eps));
         } else {
             moment = rows[i];
         }
@@ -132,55 +134,58 @@ static __device__ __forceinline__ void came(const Elements<G, C> &elements, cons
     const uint64_t count = elements.variable.count;
     const bool is_matrix = states[2] != nullptr;
     const Matrices in(elements.variable);
-    float *const mean = elements.state(states[0], 0);
+    float *const exp_avg = elements.state(states[0], 0);
+    // The moments of rows; of a vector, the moments of its elements (`exp_avg_sq`).
     float *const rows = elements.state(states[1], 1);
     float *const columns = is_matrix ? elements.state(states[2], 2) : nullptr;
-    float *const means = elements.variable.scratch;
+    float *const mean_rows = elements.variable.scratch;
     // The weights of an average's old value and of the new value.
     const auto weights_of = [](double beta) { return make_float2(static_cast<float>(beta), static_cast<float>(1.0 - beta)); };
     const float2 first = weights_of(settings.beta1), second = weights_of(settings.beta2), third = weights_of(settings.more[2]);
     const float eps1 = static_cast<float>(settings.eps), eps2 = static_cast<float>(settings.more[0]);
-    const auto decay = [](float &average, double value, float2 by) { average = average * by.x + by.y * static_cast<float>(value); };
+    const auto update_average = [](float &average, double value, float2 weights) {
+        average = average * weights.x + weights.y * static_cast<float>(value);
+    };
     const auto square = [&](uint64_t i) { return elements.grad(i) * elements.grad(i) + eps1; };
     if (is_matrix) {
-        const auto row_of = [&](uint64_t row, double x) { decay(rows[row], x, second); };
-        const auto column_of = [&](uint64_t column, double x) { decay(columns[column], x, second); };
-        moments(in, square, row_of, column_of, rows, means);
+        const auto row_of = [&](uint64_t row, double x) { update_average(rows[row], x, second); };
+        const auto column_of = [&](uint64_t column, double x) { update_average(columns[column], x, second); };
+        moments(in, square, row_of, column_of, rows, mean_rows);
     } else {
-        for_each(count, [&](uint64_t i) { decay(rows[i], square(i), second); });
+        for_each(count, [&](uint64_t i) { update_average(rows[i], square(i), second); });
     }
     // The update before clipping.
     const auto unclipped = [&](uint64_t i) {
         if (!is_matrix) return elements.grad(i) / sqrtf(rows[i]);
         const uint64_t row = in.row(i);
-        return elements.grad(i) * (1.0f / sqrtf(rows[row] / means[in.matrix(row)])) * (1.0f / sqrtf(columns[in.column(i)]));
+        return elements.grad(i) * (1.0f / sqrtf(rows[row] / mean_rows[in.matrix(row)])) * (1.0f / sqrtf(columns[in.column(i)]));
     };
     const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(unclipped(i)) * unclipped(i); });
     const float clip = static_cast<float>(1.0 / fmax(sqrt(sum / count) / settings.more[1], 1.0));
-    for_each(count, [&](uint64_t i) { decay(mean[i], unclipped(i) * clip, first); });
+    for_each(count, [&](uint64_t i) { update_average(exp_avg[i], unclipped(i) * clip, first); });
     const float decay_factor = static_cast<float>(1.0 - settings.lr * settings.weight_decay), lr = static_cast<float>(settings.lr);
     if (!is_matrix) {
         for_each(count, [&](uint64_t i) {
-            elements.set(i, elements.param(i) * decay_factor - lr * mean[i]);
+            elements.set(i, elements.param(i) * decay_factor - lr * exp_avg[i]);
             elements.clear(i);
         });
         return;
     }
     float *const row_instabilities = elements.state(states[3], 3);
     float *const column_instabilities = elements.state(states[4], 4);
-    float *const mean_instabilities = means + in.number;
+    float *const mean_instabilities = mean_rows + in.number;
     const auto difference = [&](uint64_t i) {
-        const float x = unclipped(i) * clip - mean[i];
+        const float x = unclipped(i) * clip - exp_avg[i];
         return x * x + eps2;
     };
-    const auto row_of = [&](uint64_t row, double x) { decay(row_instabilities[row], x, third); };
-    const auto column_of = [&](uint64_t column, double x) { decay(column_instabilities[column], x, third); };
+    const auto row_of = [&](uint64_t row, double x) { update_average(row_instabilities[row], x, third); };
+    const auto column_of = [&](uint64_t column, double x) { update_average(column_instabilities[column], x, third); };
     moments(in, difference, row_of, column_of, row_instabilities, mean_instabilities);
     for_each(count, [&](uint64_t i) {
         const uint64_t row = in.row(i);
         const float confidence = 1.0f / sqrtf(row_instabilities[row] / mean_instabilities[in.matrix(row)]) *
                                  (1.0f / sqrtf(column_instabilities[in.column(i)]));
-        elements.set(i, elements.param(i) * decay_factor - lr * (confidence * mean[i]));
+        elements.set(i, elements.param(i) * decay_factor - lr * (confidence * exp_avg[i]));
         elements.clear(i);
     });
 }

@@ -116,12 +116,13 @@ where
         state: Mutex::default(),
     });
     let scope = Scope::enter(Recorder::Record(Recording::new(region.clone())));
-    let recording = rng::Recording::begin();
+    let rng_recording = rng::Recording::begin();
     let outputs = (region.function)(&owned)?;
-    let draws = recording.finish();
+    let draws = rng_recording.finish();
     if let Some(Recorder::Record(recording)) = scope.leave() {
         region.seal(recording, draws);
     }
+    // Copies of offloaded inputs to the host must end before the memory of the inputs is used again.
     region.inputs.settle()?;
     Ok(outputs)
 }
@@ -166,6 +167,7 @@ enum Slot {
 struct StoredResults {
     /// The name of the operation.
     name: &'static str,
+    /// The operation's result, then its auxiliary values.
     results: Vec<Raw>,
     /// Counts the results as saved memory.
     bytes: Arc<Vec<SavedBytes>>,
@@ -277,7 +279,8 @@ impl Region {
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
             // All values have been recomputed. In most cases the outcome is the error [`Complete`], perhaps wrapped in
-            // another error. If the last values are the inputs of an inner checkpoint, the function may have returned.
+            // another error. Only operations end with this error: if the last values are the inputs of an inner
+            // checkpoint, which are saved outside of operations, the function may have returned.
             _ if recomputing.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
@@ -367,6 +370,7 @@ where
 /// operations call `reads` for all other tensors, such as masks, tables, frozen weights and the operands of
 /// comparisons.
 pub(crate) fn reads(tensors: &[&Tensor]) {
+    // Only variables and their views have a `version`, the counter of changes in place.
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
     }

@@ -43,7 +43,8 @@ fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
     }
 }
 
-/// Attention in basic operations.
+/// Attention in basic operations. `attention` takes the scale of the scores as its last argument; `None` stands for
+/// this function's scale, 1 / √width.
 fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Result<Tensor> {
     let (queries, keys, width) =
         (x[0].dims()[x[0].rank() - 2], x[1].dims()[x[1].rank() - 2], x[0].dims()[x[0].rank() - 1]);
@@ -59,9 +60,10 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v. The first has several blocks of queries and of keys, and few heads, so that the gradients of
-/// keys and values are sums of several tasks. The second has several blocks of queries, and many heads. The third has
-/// heads as wide as in large models, over a prompt of 77 tokens. The last has heads of an odd width.
+/// Shapes of q, k and v. The first has several blocks of queries and of keys, and few heads: the backward pass divides
+/// the queries of a head among several tasks, and sums the gradients of keys and values that these compute. The second
+/// has several blocks of queries, and many heads. The third has heads as wide as in large models, over a prompt of 77
+/// tokens. The last has heads of an odd width.
 const SHAPES: [[[usize; 3]; 3]; 4] = [
     [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
     [[20, 150, 4], [20, 150, 4], [20, 150, 4]],
@@ -113,6 +115,7 @@ fn attention_takes_keys_that_are_broadcast_and_transposed() {
 #[test]
 fn a_query_that_sees_no_key_gives_zeros_and_no_gradient() {
     let inputs: Vec<Tensor> = (0..3).map(|i| draw(&[3, 4], i, DType::F32)).collect();
+    // Row i of the mask says which keys query i sees.
     let mask = Tensor::from_vec(vec![1u8, 1, 0, 0, 0, 0, 1, 1, 1], (3, 3), &Device::Cpu).unwrap();
     let found = run(&inputs, |x| attention(&x[0], &x[1], &x[2], Some(&mask), false, None));
     assert!(found.iter().flatten().all(|x| x.is_finite()));
@@ -122,6 +125,8 @@ fn a_query_that_sees_no_key_gives_zeros_and_no_gradient() {
 
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
+    // The shapes of the inputs, and the kernel. The number after the input is the dimension in a softmax, how many of
+    // the last dimensions are normalised in `layer_norm`, and the number of groups in `group_norm`.
     type Kernel = fn(&[Tensor]) -> Result<Tensor>;
     let kernels: [(&[&[usize]], Kernel); 7] = [
         (&[&[999, 77]], |x| x[0].softmax(1)),
@@ -174,6 +179,7 @@ fn norms_do_not_cancel_where_the_mean_is_large() {
     // Multiples of 1/256 between 4096 and 4097 are exact in f32.
     let values = (0..2000u32).map(|i| 4096.0 + f64::from(i * 37 % 256) / 256.0).collect::<Vec<_>>();
     let x = |dtype| Tensor::from_vec(values.clone(), (1, 50, 40), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    // Both normalise all 2000 values together: over the last two dimensions, and over one group of channels.
     for norm in [|x: &Tensor| layer_norm(x, 2, None, None, 1e-5), |x: &Tensor| group_norm(x, 1, None, None, 1e-5)] {
         let single = to_f64_vec(norm(&x(DType::F32)).unwrap().raw()).unwrap();
         let double = to_f64_vec(norm(&x(DType::F64)).unwrap().raw()).unwrap();
@@ -210,6 +216,7 @@ fn softmax_takes_extreme_values_infinities_and_nan() {
     assert!((log[1] + 200.0 + 3f32.ln()).abs() < 2e-5, "{log:?}");
 }
 
+/// A rotation keeps the length of each vector, and the result lies in memory as the input does.
 #[test]
 fn rope_keeps_lengths_and_layouts() {
     let angles = draw(&[70, 2], 1, DType::F64);
@@ -236,7 +243,7 @@ fn rms_norm_rope_equals_rms_norm_then_rope() {
     let weight = draw(&[64], 2, DType::F64);
     for interleaved in [false, true] {
         let fused = |x: &Tensor, w: &Tensor| rms_norm_rope(x, Some(w), &cos, &sin, interleaved, 1e-6);
-        let parts = |x: &Tensor, w: &Tensor| rope(&rms_norm(x, Some(w), 1e-6)?, &cos, &sin, interleaved);
+        let unfused = |x: &Tensor, w: &Tensor| rope(&rms_norm(x, Some(w), 1e-6)?, &cos, &sin, interleaved);
         let inside = |f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>| {
             run(&[heads.clone(), weight.clone()], |x| f(&x[0].transpose(1, 2)?, &x[1]))
         };
@@ -244,8 +251,8 @@ fn rms_norm_rope_equals_rms_norm_then_rope() {
             let x = heads.transpose(1, 2).unwrap().contiguous().unwrap();
             run(&[x, weight.clone()], |x| f(&x[0], &x[1]))
         };
-        assert_close(&inside(&fused), &inside(&parts), 1e-13);
-        assert_close(&outside(&fused), &outside(&parts), 1e-13);
+        assert_close(&inside(&fused), &inside(&unfused), 1e-13);
+        assert_close(&outside(&fused), &outside(&unfused), 1e-13);
         let y = fused(&heads.transpose(1, 2).unwrap(), &weight).unwrap();
         assert!(y.transpose(1, 2).unwrap().raw().is_contiguous());
     }
@@ -328,6 +335,7 @@ fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
 /// The error of each wrong input names the shape or the value that was found, or the one that is needed.
 #[test]
 fn errors_of_normed_attention_activate_beside_and_gated_add_name_what_does_not_fit() {
+    // The 24 columns are the queries, keys and values of 2 heads of width 4.
     let x = draw(&[2, 3, 24], 1, DType::F32);
     let sizes = HeadSizes { heads: 2, width: 4, eps: 1e-6 };
     let stream = Stream { x: &x, norms: [None, None], angles: None };
@@ -351,6 +359,7 @@ fn errors_of_normed_attention_activate_beside_and_gated_add_name_what_does_not_f
     let other = draw(&[1, 3, 24], 4, DType::F32);
     says(normed_attention(&[stream, Stream { x: &other, ..stream }], sizes, None), "[1, 3, 24]");
 
+    // The number is the first column to which the activation is applied.
     says(activate_beside(None, &x, 25, Activation::GeluTanh), "at least 25 columns");
     says(activate_beside(None, &x, 1, Activation::SwiGlu), "even number");
     says(activate_beside(Some(&other), &x, 0, Activation::GeluTanh), "[1, 3, 24]");

@@ -1,11 +1,12 @@
 //! The stream of copies of each device: copies between the device and pinned memory, and copies from other devices.
 //! Events order this stream with the compute stream, which runs all other work of the device.
 //!
-//! In a capture the same events fork the stream of copies off the captured compute stream and join it again, and the
-//! copies become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait
-//! for an event of captured work. So the two streams are joined (they "meet") where a recording begins, where it ends,
-//! and where a replay begins. A replay may overwrite what earlier copies have written. So after a meeting, code that
-//! has made copies must assume that their destinations have changed; [`Copies::epoch`] counts the meetings.
+//! While a CUDA graph is captured, the same events fork the stream of copies off the captured compute stream and join
+//! it again, and the copies become nodes of the graph. Captured work cannot wait for an event of eager work, and eager
+//! work cannot wait for an event of captured work. So the two streams are joined (they "meet") where a recording (a
+//! capture) begins, where it ends, and where a replay begins. A replay may overwrite what earlier copies have written,
+//! because the copies in the graph may have the same destinations. So after a meeting, code that has made copies must
+//! assume that their destinations have changed; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -83,6 +84,7 @@ impl Copies {
                 pageable: AtomicUsize::new(0),
             })
         };
+        // Errors have the name of the operation that streams the weights of blocks, the main user of these copies.
         make().map_err(|error| driver_error("stream_blocks", error))
     }
 

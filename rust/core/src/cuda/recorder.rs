@@ -1,4 +1,5 @@
-//! The state of the capture in progress, for all parts of the runtime.
+//! The state of the capture of a CUDA graph in progress: the memory that the graph uses, the state of the random
+//! generator, and which thread captures.
 
 use std::any::Any;
 use std::cell::RefCell;

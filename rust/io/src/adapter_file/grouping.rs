@@ -11,7 +11,7 @@ use super::{AdapterFormat, OP, PartNames, Style, oft};
 use crate::form::{Form, Key};
 
 /// The modules of a part by their names in a file. Each module lists its layers as (the rows of the module that belong
-/// to the layer, the layer's index).
+/// to the layer, the layer's index among the layers given to [`modules`]).
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
 /// The properties of a layer's adapter that decide which module of a file can hold it.
@@ -40,6 +40,7 @@ impl<'a> Adapted<'a> {
         Self {
             name: layer.name,
             kind: layer.kind.name,
+            // Only magnitudes of inputs have this name.
             per_input: height("dora_scale").is_some(),
             odd_rows: rows.is_some_and(|rows| rows % 2 == 1),
             block: blocks.and_then(|blocks| blocks.dims().last().copied()),
@@ -74,6 +75,8 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
     if format == AdapterFormat::Diffusers
         && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind, "lora" | "dora"))
     {
+        // If `folds`, `ComfyUI` reads diffusers' names, to which format "comfyui" falls back below: it can hold all
+        // kinds.
         let instead = if names.folds() { "comfyui" } else { "kohya" };
         return Err(Error::argument(
             OP,
@@ -94,7 +97,7 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
         let Key { key, form } = names.place(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
         joined.entry(key).or_default().push((form, index));
     }
-    // Layers whose adapters cannot share a module are stored under diffusers' names.
+    // Layers whose adapters cannot share a module are stored under diffusers' names, if `ComfyUI` reads these.
     let falls_back =
         format == AdapterFormat::ComfyUi && readers::knows_usual(names.readers, Tool::ComfyUi, Style::Diffusers);
     let mut modules = Modules::new();
@@ -134,10 +137,12 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 /// The reason why one module cannot hold the adapters of all its layers; `None` if it can.
 fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
+    // A module of one layer. `Swapped`: the file has the second half of the rows first.
     let Form::Rows { of, .. } = *form else {
         return (*form == Form::Swapped && first.odd_rows)
             .then_some("the adapter has an odd number of rows or blocks, so its two halves cannot be exchanged");
     };
+    // How many of the `of` equal shares of the module's rows belong to layers with adapters.
     let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
     match first.kind {
         kind if members.iter().any(|(_, layer)| layer.kind != kind) => {

@@ -92,6 +92,7 @@ impl Rope {
     /// [`Error::Config`] if a field is missing or has a wrong value, or if the kind of scaling is not supported.
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
+        // Some configurations have this field beside the other fields of the model, not inside `rope_scaling`.
         let outer_original = fields.optional_number("original_max_position_embeddings")?;
         let rope = |theta, scaling| Self { theta, scaling, width, longest };
         let inner = match fields.object("rope_parameters")? {
@@ -100,11 +101,13 @@ impl Rope {
         };
         let Some(mut inner) = inner else { return Ok(rope(theta, Scaling::Plain)) };
         let theta = inner.number("rope_theta", Some(theta))?;
+        // Models that rotate only a part of the features of a head are not supported.
         inner.only(&[("partial_rotary_factor", 1.0.into())])?;
         let original = |inner: &mut Fields<'_>| match outer_original {
             Some(original) => Ok(original),
             None => inner.number("original_max_position_embeddings", Some(longest as f64)),
         };
+        // `None`: there is no default, so a missing field is an error.
         let factor = |inner: &mut Fields<'_>| inner.number("factor", None);
         let name = inner.text("rope_type").or_else(|| inner.text("type")).unwrap_or("default");
         let scaling = match name {
@@ -253,9 +256,9 @@ fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
     let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
     // In transformers, 0 counts as missing.
     let mscale = fields.optional_number("mscale")?.filter(|&m| m != 0.0);
-    let all = fields.optional_number("mscale_all_dim")?.filter(|&m| m != 0.0);
-    Ok(match (mscale, all) {
-        (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+    let mscale_all_dim = fields.optional_number("mscale_all_dim")?.filter(|&m| m != 0.0);
+    Ok(match (mscale, mscale_all_dim) {
+        (Some(mscale), Some(mscale_all_dim)) => scale(mscale) / scale(mscale_all_dim),
         _ => scale(1.0),
     })
 }

@@ -8,7 +8,8 @@ use super::QwenImageConfig;
 use super::config::PATCH;
 use crate::pretrained::{CheckpointNaming, Layout, OwnNames, PrefixedNames, StoredSizes};
 
-/// The layout of a checkpoint in one file, or of a folder if `original` is None.
+/// The layout of the transformer's parameters. `original` tells how a checkpoint in one file names them; it is None for
+/// a folder in diffusers' layout.
 pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
         Some(CheckpointNaming { prefix, .. }) => Box::new(PrefixedNames(prefix)),
@@ -25,8 +26,8 @@ const RELATIVES: [(&str, &str); 4] = [
 ];
 
 /// Determines the configuration of the transformer in a file from the shapes of its tensors. Shapes do not determine
-/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from the
-/// published model.
+/// `axes_dims_rope`: it comes from the first of the `known` configurations (those found with the file, then those of
+/// published models) with the same sizes, or else from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is a related model that is not
@@ -45,6 +46,7 @@ pub(super) fn deduce(
     let deduced = QwenImageConfig {
         in_channels: size("img_in.weight", 1)?,
         out_channels: size("proj_out.weight", 0)? / (PATCH * PATCH),
+        // The number of blocks that have this layer.
         num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
         num_attention_heads: size("img_in.weight", 0)? / head_dim.max(1),
         attention_head_dim: head_dim,

@@ -8,9 +8,11 @@ use trainable_candle_io::WeightFiles;
 use super::QwenVaeConfig;
 use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
-/// The layout of the autoencoder's parameters: in a folder if `original` is None, or in a checkpoint in one file.
+/// The layout of the autoencoder's parameters. `original` tells how a checkpoint in one file names them; it is None for
+/// a folder in diffusers' layout.
 pub(super) fn layout(original: Option<CheckpointNaming>, config: &QwenVaeConfig) -> Box<dyn Layout> {
-    // A level of the decoder has one residual block more than a level of the encoder, and an upsampling layer.
+    // A level of the encoder has `num_res_blocks` residual blocks. A level of the decoder has one more, and an
+    // upsampling layer.
     let layers_per_level = config.num_res_blocks + 2;
     match original {
         Some(CheckpointNaming { prefix, naming }) => {
@@ -45,7 +47,9 @@ impl Layout for AutoencoderLayout {
     }
 }
 
-/// The form in which files store a parameter.
+/// The form in which files store a parameter. `LastFrame` is the kernel of a convolution in time and space, of which
+/// the model's kernel is the last of `frames` slices; `Pointwise` is the kernel of a 1×1 convolution, a matrix in the
+/// model.
 fn form(name: &str) -> Form {
     let contains = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
@@ -98,10 +102,11 @@ fn wan_name(name: &str, layers_per_level: usize) -> Option<String> {
         format!("middle.{}.{}", 2 * index.parse::<usize>().ok()?, in_block(rest))
     } else if let Some(rest) = rest.strip_prefix("down_blocks.") {
         let (index, rest) = rest.split_once('.')?;
+        // Both codes number the layers of all levels of the encoder together.
         format!("downsamples.{index}.{}", in_block(rest))
     } else if let Some(rest) = rest.strip_prefix("up_blocks.") {
         let (level, rest) = rest.split_once('.')?;
-        // Wan's code numbers the layers of all levels of the decoder together.
+        // For the decoder, only Wan's code does so.
         let first_layer = level.parse::<usize>().ok()? * layers_per_level;
         if let Some(rest) = rest.strip_prefix("upsamplers.0.") {
             format!("upsamples.{}.{rest}", first_layer + layers_per_level - 1)
@@ -130,6 +135,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<QwenVaeConfig
             ))
         })
     };
+    // These are Wan's names of the encoder's first convolution and of `post_quant_conv`.
     let (base_dim, z_dim) = (size("encoder.conv1.weight")?, size("conv2.weight")?);
     let fits = |config: &QwenVaeConfig| (config.base_dim, config.z_dim) == (base_dim, z_dim);
     known.into_iter().find(fits).ok_or_else(|| {

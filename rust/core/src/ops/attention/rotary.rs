@@ -40,7 +40,8 @@ pub struct RotaryHeads<'a> {
 /// first normalised, if `heads` has norms, and then rotated.
 ///
 /// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per token
-/// and query head, and two numbers per token; the backward pass normalises and rotates queries and keys again.
+/// and query head (the log-sum), and two numbers per token (the spans); the backward pass normalises and rotates
+/// queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient or the
@@ -119,8 +120,10 @@ impl Rotary {
             return Err(Error::dtype(op, message));
         }
         let (scales, eps) = norms.map_or(([None, None], None), |(scales, eps)| (scales, Some(eps)));
+        // The tokens count as one sample.
         check_head_norms(op, x, [1, rows], width, scales, Some(angles), eps)?;
         check_bounds(op, x, rows, cu_seqlens, window)?;
+        // `None`: the default scale of the scores, 1 / √width.
         let scale = scale_of(op, width, None)?;
         Ok(Self { varlen: Varlen { rows, heads, key_heads, scale }, width, eps })
     }
@@ -163,6 +166,7 @@ impl Rotary {
         let Varlen { rows, heads, key_heads, .. } = self.varlen;
         let rotated = compute::unset(ROTARY.name, x, &[rows, (heads + key_heads) * self.width])?;
         let by_head = self.part(&rotated, 0, heads + key_heads)?;
+        // `HeadNorms` takes a batch of samples: here one.
         let statistics = norms.forward(&x.unsqueeze(0)?, &by_head.unsqueeze(0)?)?;
         let [_, _, values] = self.parts(x)?;
         Ok(([self.part(&rotated, 0, heads)?, self.part(&rotated, heads, key_heads)?, values], statistics))
@@ -172,7 +176,10 @@ impl Rotary {
 struct RotaryBackward {
     x: Saved,
     result: Saved,
+    /// For each query, the logarithm of the sum of the exponentials of its scores.
     log_sums: Saved,
+    /// For each token, the first key that its query sees; then for each token, the end (exclusive) of the
+    /// queries that see its key.
     spans: Saved,
     /// cos and sin.
     angles: [Saved; 2],
@@ -198,8 +205,8 @@ impl Backward for RotaryBackward {
         let saved =
             SavedValues { inputs, mask: None, result: by_head(&self.result.get()?)?, log_sums: self.log_sums.get()? };
         let dx = compute::unset(ROTARY.name, &x, x.dims())?;
-        let places = rotary.parts(&dx)?;
-        rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, places.each_ref())?;
+        let parts_of_dx = rotary.parts(&dx)?;
+        rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, parts_of_dx.each_ref())?;
         drop(saved);
         // `dx` now has the gradients of the rotated queries and keys. The backward pass of the norms runs in place: it
         // reads each of these values before it overwrites the value.
@@ -218,6 +225,7 @@ pub(super) fn cases() -> Vec<Case> {
         heads: [usize; 2],
         width: usize,
         is_normed: bool,
+        /// `cu_seqlens`: segment i begins at token `bounds[i]` and ends before token `bounds[i + 1]`.
         bounds: &'static [usize],
         window: Option<usize>,
     }
@@ -268,8 +276,10 @@ pub(super) fn cases() -> Vec<Case> {
             y.reshape((rows, heads * self.width))
         }
     }
+    // Two heads of queries share a head of keys. The segments have 5, 1, 0 and 5 tokens.
     const GROUPS: RotaryCase =
         RotaryCase { heads: [4, 2], width: 4, is_normed: false, bounds: &[0, 5, 6, 6, 11], window: None };
+    // `rows` is the number of tokens.
     let case = |label, rows: usize, settings: RotaryCase| {
         let columns = (settings.heads[0] + 2 * settings.heads[1]) * settings.width;
         Case::new(label, &[&[rows, columns]], move |x| settings.run(&x[0])).plain(move |x| settings.plain(&x[0]))

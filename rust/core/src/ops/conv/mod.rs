@@ -40,6 +40,7 @@ struct Conv2dBackward {
 
 impl Backward for Conv2dBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        // The inputs of the operation are 0, the image; 1, the weight; 2, the bias.
         let grad = context.grad().clone();
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             context.add(0, grad_input(&self.geometry, &grad, &weight.get()?)?)?;
@@ -54,6 +55,7 @@ impl Backward for Conv2dBackward {
             context.add(1, grad_weight)?;
         }
         if self.geometry.has_bias && context.needs(2) {
+            // The sum over batch, height and width.
             context.add(2, compute::sum(&grad, &[0, 1, 2], false)?)?;
         }
         Ok(())
