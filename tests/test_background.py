@@ -1,5 +1,6 @@
 """Background work is done in order, is never lost, and raises its errors in the calling thread."""
 
+import errno
 import subprocess
 import sys
 import threading
@@ -12,12 +13,12 @@ from trainable_candle.background import BackgroundWriter
 
 
 def fail() -> None:
-    raise OSError(28, "No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_jobs_are_done_in_order() -> None:
     done: list[int] = []
-    writer = BackgroundWriter("test", most=2)
+    writer = BackgroundWriter("test", most=2)  # the queue has at most two jobs
     for number in range(50):
         writer.submit(partial(done.append, number))
     writer.wait()
@@ -110,5 +111,6 @@ BackgroundWriter("test").submit(job)
 raise SystemExit(3)
 """
     run = subprocess.run([sys.executable, "-c", code], check=False)
+    # The exit status of the code stays.
     assert run.returncode == 3
     assert (tmp_path / "done").read_text() == "complete"

@@ -273,7 +273,7 @@ class DataLoader:
         persistent_workers: bool = False,
     ) -> None:
         del pin_memory, persistent_workers
-        drawing("DataLoader", generator)  # Raises an error for another type.
+        drawing("DataLoader", generator)  # Raises an error if it is no `Generator`.
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
@@ -328,12 +328,12 @@ class DataLoader:
             # One worker, because a generator cannot run in two threads at once.
             return self._ahead(repeat(partial(next, batches, _END)), 1)
         if self.num_workers:
-            tasks = (partial(self._read, places) for places in self._places())
+            tasks = (partial(self._read, indices) for indices in self._indices())
             return self._ahead(tasks, self.num_workers)
-        return (self._read(places) for places in self._places())
+        return (self._read(indices) for indices in self._indices())
 
-    def _places(self) -> Iterator[Any]:
-        """Return the lists of the batches' indices, or the indices if `batch_size` is None."""
+    def _indices(self) -> Iterator[Any]:
+        """Return a list of indices for each batch, or single indices if `batch_size` is None."""
         if self.batch_sampler is not None:
             return iter(self.batch_sampler)
         if self.sampler is not None:
@@ -357,11 +357,11 @@ class DataLoader:
         if batch and not self.drop_last:
             yield batch
 
-    def _read(self, places: Any) -> Any:
-        """Return the batch for an entry of `_places`, or the item if `batch_size` is None."""
+    def _read(self, indices: Any) -> Any:
+        """Return the batch for an entry of `_indices`, or the item if `batch_size` is None."""
         if self.batch_size is None and self.batch_sampler is None:
-            return self._joined(self.dataset[places])
-        return self._joined([self.dataset[place] for place in places])
+            return self._joined(self.dataset[indices])
+        return self._joined([self.dataset[i] for i in indices])
 
     def _joined(self, items: Any) -> Any:
         """Return the batch of a list of items, or of one item if `batch_size` is None."""
@@ -374,7 +374,7 @@ class DataLoader:
         """Yield the results of tasks in order, until one is `_END`; workers run the next tasks."""
         waiting, worker_numbers = deque[Any](), count()
         preparation = _Preparation(lambda: (self.worker_init_fn or _nothing)(next(worker_numbers)))
-        with ThreadPoolExecutor(threads, "loader", preparation) as workers:
+        with ThreadPoolExecutor(threads, "loader", initializer=preparation) as workers:
             try:
                 for task in tasks:
                     waiting.append(workers.submit(preparation.then, task))

@@ -37,7 +37,8 @@ def test_training_and_held_out_words_are_disjoint() -> None:
 
 
 def test_the_base_solves_its_tasks_and_not_the_new_one() -> None:
-    answers = Answers(CausalLM(BUILT_IN, "f32", "cpu").task(), 0)
+    answers = Answers(CausalLM(BUILT_IN, "f32", "cpu").task(), seed=0)
+    # The shares of exact answers, in the unseen task and in the known tasks.
     assert answers.right == 0
     assert answers.right_old >= 0.98
 
@@ -49,7 +50,7 @@ def test_the_base_has_as_many_parameters_as_its_readme_says() -> None:
 
 
 def test_the_data_has_known_and_unseen_tasks_and_no_held_out_word(tmp_path: Path) -> None:
-    language.write_dataset(tmp_path / "a.jsonl", 0)
+    language.write_dataset(tmp_path / "a.jsonl", seed=0)
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     asked = [chat[0]["content"].split(": ") for chat in chats]
@@ -59,8 +60,8 @@ def test_the_data_has_known_and_unseen_tasks_and_no_held_out_word(tmp_path: Path
 
 
 def test_the_same_seed_gives_the_same_data(tmp_path: Path) -> None:
-    language.write_dataset(tmp_path / "a.jsonl", 0)
-    language.write_dataset(tmp_path / "b.jsonl", 0)
+    language.write_dataset(tmp_path / "a.jsonl", seed=0)
+    language.write_dataset(tmp_path / "b.jsonl", seed=0)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
@@ -81,6 +82,7 @@ def test_verdicts_pass_within_their_limits(verdict: Verdict, passed: bool) -> No
 
 
 def test_the_data_has_another_name_than_the_logs(tmp_path: Path) -> None:
+    # They are in the same folder.
     assert language.DATASET not in {JSON_LOG, LOG}
     assert Path(language.configuration(tmp_path).dataset) == tmp_path / language.DATASET
 
@@ -88,7 +90,7 @@ def test_the_data_has_another_name_than_the_logs(tmp_path: Path) -> None:
 def test_a_run_without_weights_trains_an_adapter_of_the_built_in_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    language.write_dataset(tmp_path / "a.jsonl", 0)
+    language.write_dataset(tmp_path / "a.jsonl", seed=0)
     options = ["--model", "causal-lm", "--dataset", str(tmp_path / "a.jsonl"), "--steps", "3"]
     assert (
         train_lora([*options, "--output", str(tmp_path / "run"), "--sequence-length", "256"]) == 0

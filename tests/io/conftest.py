@@ -22,6 +22,9 @@ EVERYWHERE: dict[str, Any] = {
     "lora_alpha": 2.0,
     "target_modules": ["all-linear", "all-conv"],
 }
+# The settings of each kind of adapter. LoCon is LoRA on convolutions, too: in "locon_uniform" all
+# layers have the same rank and alpha, in "locon" some layers have others. In "lokr_both", both
+# factors of LoKr may be low-rank.
 KINDS: dict[str, dict[str, Any]] = {
     "lora": ATTENTION,
     "rslora": ATTENTION | {"use_rslora": True},
@@ -165,7 +168,10 @@ class ComfyUI:
                 assert (key in unread) == (claims[module] in {"not", "unknown"}), key
 
         def merged(name: str, claimed: set[str]) -> dict[str, np.ndarray]:
-            """The weights with the adapters of modules whose claim is among `claimed`."""
+            """The weights with the adapters of modules whose claim is among `claimed`.
+
+            `name` is the beginning of the names of the folders that this function makes.
+            """
             selected = {k: t for k, t in tensors.items() if claims[owner[k]] in claimed}
             if not selected:
                 return plain
@@ -177,8 +183,11 @@ class ComfyUI:
             source = target.parent if path.is_dir() else target
             return self.weights(checkpoint(folder / f"{name}_model", source), settings)[0]
 
+        # `partly` also has the adapters that ComfyUI applies in part, with their whole effect.
         whole = merged("whole", {"whole"})
         partly = merged("part", {"whole", "part"}) if "part" in claims.values() else whole
+        # If ComfyUI reads some modules, these must change a weight: otherwise the comparison below
+        # would show nothing.
         is_read = not {"whole", "part"}.isdisjoint(claims.values())
         assert is_read == any(np.abs(partly[key] - plain[key]).max() > 1e-3 for key in plain)
         worst = 0.0

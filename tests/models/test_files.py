@@ -120,6 +120,7 @@ def test_shards_are_loaded_as_one_model_and_a_missing_one_is_an_error(unet_folde
 def test_half_precision_files_are_read_if_alone_or_requested(unet_folder: Path) -> None:
     plain, half = (unet_folder / f"diffusion_pytorch_model{v}.safetensors" for v in ("", ".fp16"))
     tc.save_file({name: tensor.to("f16") for name, tensor in weights_of("unet").items()}, half)
+    # The file without the suffix has bf16.
     assert SDXLUNet.from_pretrained(unet_folder).dtype == "bf16"
     plain.rename(unet_folder / "elsewhere.safetensors")
     assert SDXLUNet.from_pretrained(unet_folder).dtype == "f16"
@@ -134,6 +135,7 @@ def test_half_precision_files_are_read_if_alone_or_requested(unet_folder: Path) 
 
 def test_files_of_mixed_dtypes_make_models_of_one_dtype(unet_folder: Path) -> None:
     tensors = weights_of("unet")
+    # All golden tensors are in bf16. Here vectors are in f32.
     mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
     tc.save_file(mixed, unet_folder / "diffusion_pytorch_model.safetensors")
     assert_same(SDXLUNet.from_pretrained(unet_folder), from_folder("unet"))
@@ -148,6 +150,7 @@ def test_text_encoders_load_with_and_without_the_prefix_of_the_names(tmp_path: P
             for key, tensor in tensors.items():
                 bare = key.removeprefix("text_model.")
                 renamed[bare if bare.startswith("text_projection") else prefix + bare] = tensor
+            # Older files also have the positions 0 to 16, which are no parameter.
             renamed[f"{prefix}embeddings.position_ids"] = tc.tensor(np.arange(17)[None])
             tc.save_file(renamed, tmp_path / name / "model.safetensors")
             assert_same(CLIPTextModel.from_pretrained(tmp_path / name), from_folder(name))
@@ -196,7 +199,7 @@ def test_another_models_files_are_rejected(single_file: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("name", PARTS)
 def test_a_saved_folder_equals_that_of_diffusers_or_transformers(name: str, tmp_path: Path) -> None:
     model = from_folder(name)
-    if name == "vae":
+    if name == "vae":  # its configuration has `force_upcast`, which makes the weights f32
         model = AutoencoderKL.from_pretrained(GOLDEN / name, force_upcast=False)
     model.save_pretrained(tmp_path / name)
     assert {path.name for path in (tmp_path / name).iterdir()} == {
@@ -241,6 +244,7 @@ def test_a_merged_adapter_is_saved_in_a_checkpoint(single_file: Path, tmp_path: 
             changed.add(key)
     assert changed
     assert all(key.endswith("to_q.weight") for key in changed)
+    # Each adapted weight has two factors.
     assert len(changed) == len(adapter.parameters()) // 2
 
 
@@ -294,6 +298,7 @@ def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
     tensors = {}
     for name, tensor in weights_of("text_encoder").items():
         shape = tuple(widths[length] for length in tensor.shape)
+        # All 8 layers are made from layer 0 of the tiny encoder; its other layers are left out.
         layers = range(8) if "layers.0." in name else [0] if "layers." not in name else []
         for layer in layers:
             key = name.replace("layers.0.", f"layers.{layer}.")

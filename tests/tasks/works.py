@@ -4,7 +4,13 @@ from trainable_candle.tasks.speed import Work
 
 
 def work_without_blocks(*, layers: float, attention: float, kept: float) -> Work:
-    """Return a `Work` with these three fields; its other fields are zero or False."""
+    """Return a `Work` with these three fields; its other fields are zero or False.
+
+    Args:
+        layers: floating-point operations of the frozen layers in a forward pass.
+        attention: floating-point operations of attention in a forward pass.
+        kept: bytes that the tape keeps.
+    """
     return Work(
         layers=layers,
         attention=attention,

@@ -32,6 +32,7 @@ def test_values_equal_those_of_gguf_bit_by_bit(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
 def test_quantize_makes_the_blocks_that_gguf_makes(format: str) -> None:
+    # `FORMAT.made`: the blocks that gguf-py makes of `weights`.
     found = tc.quantize(tc.tensor(GOLDEN["weights"]), format)
     parts = found.tensors()
     assert list(parts) == ["codes"]
@@ -81,6 +82,7 @@ def test_wrong_arguments_are_errors() -> None:
     blocks = tc.zeros((2, 35), dtype="u8")
     with pytest.raises(tc.errors.ShapeError, match="multiple of 34, the bytes of a block of q8_0"):
         tc.QuantizedTensor.from_blocks(blocks, "q8_0")
+    # The message lists the known formats, such as q4_k.
     with pytest.raises(tc.errors.ArgumentError, match="q4_k"):
         tc.QuantizedTensor.from_blocks(blocks, "q3_k")
     with pytest.raises(tc.errors.DTypeError, match="expected u8 blocks"):

@@ -44,7 +44,7 @@ def run(arguments: Sequence[str], program: str) -> int:
                 "use trainable-candle sample"
             )
         for messages in chats:
-            task.prompt_tokens(messages)
+            task.prompt_tokens(messages)  # raises an error if the prompt is too long
 
     options = writing_options(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
@@ -77,7 +77,7 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
             return
         try:
             asked = _shortened(task, [*messages, {"role": "user", "content": line}], options)
-            task.prompt_tokens(asked)
+            task.prompt_tokens(asked)  # raises an error if there can be no answer
         except ConfigError as error:
             # One message that cannot be answered must not end the conversation.
             _notice(f"{error}; this message is left out")
@@ -120,6 +120,7 @@ def _shortened(
     The system message and the last message stay.
     """
     needed = min(options.tokens, task.family.context // 4)
+    # The index of the oldest turn, after the system message.
     oldest = 1 if messages[0]["role"] == "system" else 0
     kept = messages
     while len(kept) > oldest + 1 and task.room(kept) < needed:
@@ -150,7 +151,7 @@ def make_parser(program: str) -> Parser:
         "--model NAME [options]",
     )
     group = parser.add_argument_group("whom to talk to")
-    add_model(group, "f32, bf16 or f16 (default: bf16 on a GPU, else f32)")
+    add_model(group, precision="f32, bf16 or f16 (default: bf16 on a GPU, else f32)")
     group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")
     group = parser.add_argument_group("what to say")
     group.add_argument(

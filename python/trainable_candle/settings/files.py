@@ -28,8 +28,8 @@ class Files(Group):
     section: ClassVar[str] = sections.FILES
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("save_every",),
-            lambda c: c.save_every_epochs is None,
+            settings=("save_every",),
+            holds=lambda c: c.save_every_epochs is None,
             complaint=(
                 "--save-every and --save-every-epochs both say when to save; give one of the two"
             ),
@@ -37,6 +37,8 @@ class Files(Group):
     )
     contradictions: ClassVar = (_no_file_name,)
 
+    # `rare`: the short help omits the setting. `free`: a resumed run with another value still
+    # repeats the earlier run.
     name: Annotated[
         str,
         Setting(
@@ -84,6 +86,7 @@ class Files(Group):
         str | None,
         Setting("project of Weights & Biases to log to", rare=True, free=True),
     ] = None
+    # `auto` is the latest checkpoint, or a new run if there is no checkpoint.
     resume: Annotated[
         str | None,
         Setting("checkpoint to resume: a folder, latest or auto", free=True, path=True),

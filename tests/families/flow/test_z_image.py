@@ -20,6 +20,7 @@ def test_captions_are_wrapped_in_the_template(zimage_base: Path) -> None:
     folder = zimage_base / "tokenizer"
     thinking = PromptTokenizer.from_pretrained(folder, thinks=True)
     not_thinking = PromptTokenizer.from_pretrained(folder, thinks=False)
+    # The library's template has "{}" where the caption goes. Here "{}" is the caption itself.
     tokens = thinking.encode("{}", 512)
     # The tokens are <|im_start|>, "user\n", "{}", <|im_end|>, "\n", <|im_start|>, "assistant\n".
     # Each byte of a quoted text is one token.
@@ -36,8 +37,9 @@ def test_captions_are_wrapped_in_the_template(zimage_base: Path) -> None:
 def test_features_are_padded_to_a_multiple_of_32_tokens(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     batch = family.features(CAPTIONS)
+    # Two captions of 64 tokens with 40 features each.
     assert batch["encoder_hidden_states"].shape == (2, 64, 40)
-    # The template has 19 tokens without thoughts, and the second caption has 44 bytes.
+    # Z-Image's template adds no empty thoughts: it has 19 tokens. The second caption has 44 bytes.
     assert batch["lengths"].numpy().tolist() == [19, 63]
     # `text_length` counts multiples of 32 tokens.
     assert [family.text_length(caption) for caption in CAPTIONS] == [1, 2]

@@ -52,12 +52,14 @@ def load_lora(family: Family, transformer: Any, path: Path) -> None:
         "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
         "tokenizer_3", "vae", "scheduler",
     )  # fmt: skip
+    # The pipeline does not need its other parts to load an adapter of the transformer.
     others = {name: None for name in names if name in accepted}
     pipeline = kind(transformer=transformer, **others)
     pipeline.load_lora_weights(path.parent, weight_name=path.name)
 
 
 def prediction(family: Family, model: Any) -> np.ndarray:
+    """The output of diffusers' transformer for the golden inputs."""
     golden = family.golden_inputs()
     given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in golden.items()}
     with torch.no_grad():
@@ -68,6 +70,7 @@ def prediction(family: Family, model: Any) -> np.ndarray:
         if family.name == "qwen-image":
             text_mask = torch.arange(len(given.pop("txt_ids"))) < given.pop("lengths")[:, None]
             given["encoder_hidden_states_mask"] = text_mask
+            # An image token has the ids (frame, row, column).
             rows, columns = (len(set(given["img_ids"][:, i].tolist())) for i in (1, 2))
             given["img_shapes"] = [[(1, rows, columns)]] * len(text_mask)
             del given["img_ids"]
@@ -76,12 +79,14 @@ def prediction(family: Family, model: Any) -> np.ndarray:
         # diffusers' Z-Image takes lists: one image and one text without padding for each sample.
         lengths = given["lengths"].long().tolist()
         texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
+        # Images have a dimension of frames: (channels, 1, height, width).
         images = [image[:, None] for image in given["hidden_states"]]
         predictions = model(images, given["timestep"], texts, return_dict=False)[0]
         return torch.stack(list(predictions))[:, :, 0].numpy()
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, base: np.ndarray) -> None:
+    """Assert that two predictions agree, and that they differ from that of the base model."""
     assert np.abs(expected - base).max() > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
@@ -164,6 +169,7 @@ def test_verify_says_what_diffusers_really_applies(
     config: dict[str, Any] = {"exclude_modules": LINEAR1 + OUTSIDE}
     if style == "outside":
         config = {"target_modules": ENDS.get(family.name, ["context_embedder", "^proj_out"])}
+    # None is the default format.
     form = {"comfyui": "comfyui", "kohya": "kohya", "outside": "kohya"}.get(style)
     attach(model, kind, **config).save(path, format=form)
     if style in {"alpha", "OneTrainer", "peft", "bare"}:
@@ -173,6 +179,7 @@ def test_verify_says_what_diffusers_really_applies(
         before = family.predict(model)
         model.remove_adapter()
         model.load_adapter(path)
+        # The file predicts the same as the adapter before, unless `rename` has added other alphas.
         scaled = style in {"alpha", "OneTrainer"}
         assert scaled != np.allclose(family.predict(model), before, rtol=1e-3, atol=1e-3)
     report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
@@ -190,4 +197,5 @@ def test_verify_says_what_diffusers_really_applies(
     found = prediction(family, theirs)
     as_ours = np.allclose(found, family.predict(model), rtol=1e-4, atol=1e-4)
     as_base = np.allclose(found, base, rtol=1e-4, atol=1e-4)
+    # The report says the same of all modules of these files.
     assert claims == {"whole" if as_ours else "not" if as_base else "part"}

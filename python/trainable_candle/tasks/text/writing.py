@@ -66,7 +66,7 @@ def streamed(
     held = ""
     for piece in _pieces(tokens, tokenizer):
         held += piece
-        stop_starts = [place for place in (held.find(text) for text in stop) if place >= 0]
+        stop_starts = [start for start in (held.find(text) for text in stop) if start >= 0]
         if stop_starts:
             before = held[: min(stop_starts)]
             if before:
@@ -87,11 +87,12 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     start = end = 0
     for token in tokens:
         ids.append(token)
-        before, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start:])
+        previous, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start:])
         # An unfinished character is decoded as U+FFFD.
-        if len(text) > len(before) and not text.endswith("\ufffd"):
-            yield text[len(before) :]
+        if len(text) > len(previous) and not text.endswith("\ufffd"):
+            yield text[len(previous) :]
             start, end = end, len(ids)
+    # The tokens have ended inside a character.
     if end < len(ids):
         rest = tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:end])) :]
         if rest:
