@@ -1,4 +1,4 @@
-// The copy engine of compute capability 9.0 and the barriers in shared memory that count its bytes.
+// The copy engine of compute capability 9.0 (TMA), and the barriers in shared memory (mbarriers) that count its bytes.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,7 @@ __device__ __forceinline__ void cluster_wait() {
 
 // These two functions move registers from the warps that only copy to the warps that multiply: COUNT is the number of registers that each
 // thread of the calling warpgroup has afterwards. At the start all warps have the same number of registers per thread. In kernels of 384
-// threads, this number is at most 168 because of their launch bounds.
+// threads, this number is at most 168 because of their launch bounds: 65536 registers / 384, rounded down to a multiple of 8.
 template <int COUNT> __device__ __forceinline__ void registers_more() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }

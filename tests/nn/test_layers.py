@@ -38,14 +38,15 @@ def test_layers_equal_their_functional_forms() -> None:
     table = nn.Embedding(5, 3)
     ids = tc.tensor([[4, 0, 4]])
     cases = [
-        (conv(image), F.conv2d(image, conv.weight, conv.bias, 2, 1, (1, 2), 2)),
-        (layer(tokens), F.layer_norm(tokens, (3, 4), layer.weight, layer.bias, 1e-3)),
+        (conv(image), F.conv2d(image, conv.weight, conv.bias,
+                         stride=2, padding=1, dilation=(1, 2), groups=2)),
+        (layer(tokens), F.layer_norm(tokens, (3, 4), layer.weight, layer.bias, eps=1e-3)),
         (rms(tokens), F.rms_norm(tokens, 4, rms.weight)),
         (group(image), F.group_norm(image, 2, group.weight, group.bias)),
         (table(ids), F.embedding(ids, table.weight)),
         (nn.Softmax(1)(tokens), tokens.softmax(1)),
         (nn.GELU("tanh")(tokens), tokens.gelu("tanh")),
-        (nn.Flatten()(image), image.reshape(2, 120)),
+        (nn.Flatten()(image), image.reshape(2, 4 * 5 * 6)),
         (nn.Sequential(nn.ReLU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Identity())(tokens),
          tokens.relu().silu().tanh().sigmoid()),
     ]  # fmt: skip
@@ -57,10 +58,12 @@ def test_initial_values_are_those_of_torch() -> None:
     tc.manual_seed(0)
     conv = nn.Conv2d(8, 64, 3, groups=2)
     bound = 1 / np.sqrt(4 * 9)  # the fan-in: 4 channels per group, 3 x 3 weights each
+    # Uniform from -bound to bound, so the standard deviation is bound / sqrt(3).
     for values in (conv.weight.numpy(), conv.bias.numpy()):
         assert np.abs(values).max() <= bound
         assert np.abs(values).max() > 0.9 * bound
         assert abs(values.std() - bound / np.sqrt(3)) < 0.2 * bound
+    # An embedding's values have mean 0 and standard deviation 1.
     table = nn.Embedding(100, 50).weight.numpy()
     assert abs(table.mean()) < 0.05
     assert abs(table.std() - 1) < 0.05
@@ -75,10 +78,12 @@ def test_dropout_has_an_effect_only_in_training() -> None:
 
 
 class Net(nn.Module):
+    """A classifier of 8 x 8 images, of which the convolution makes 4 channels of 6 x 6 pixels."""
+
     def __init__(self) -> None:
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten())
         self.heads = {"digit": nn.Linear.init(4 * 6 * 6, 10)}
-        self.offset = tc.tensor([1, 2])
+        self.offset = tc.tensor([1, 2])  # integers, not used by `forward`
 
     def forward(self, x: tc.Tensor) -> tc.Tensor:
         return self.heads["digit"](self.body(x))
@@ -131,7 +136,7 @@ def test_repr_lists_the_modules_inside() -> None:
     assert repr(net) == textwrap.dedent(expected).lstrip()
     conv = nn.Conv2d(1, 4, 3)
     assert repr(conv).startswith("Conv2d(1, 4, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0)")
-    lora = nn.LoRALinear(tc.zeros(6, 4), 2, 4)
+    lora = nn.LoRALinear(tc.zeros(6, 4), rank=2, alpha=4)
     assert repr(lora) == "LoRALinear(4, 6, rank=2, scale=2, bias=False)"
 
 
@@ -151,6 +156,7 @@ def test_to_changes_only_floating_point_tensors_and_rejects_wrong_arguments() ->
         net.to("cpu", device="cpu")
     with pytest.raises(tc.errors.DTypeError, match="the dtype is i64, expected one of f32"):
         net.to("i64")
+    # A name that is no device counts as a dtype.
     with pytest.raises(tc.errors.DTypeError):
         net.to("gpu")
 

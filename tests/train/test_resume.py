@@ -22,7 +22,10 @@ from trainable_candle.train.optimizers import make_optimizer
 from trainable_candle.train.state import checkpoint_path, checkpoints
 
 STEPS = 12
+"""The steps of an uninterrupted run of a `Problem`. The fixture `config` has the same number."""
 Train = Callable[..., dict[str, bytes]]
+"""The type of the fixture `train`, a function that trains with a configuration and callbacks and
+returns the bytes of the adapter's parameters by name."""
 
 
 class StopAfter(Callback):
@@ -53,7 +56,7 @@ class Problem:
             self.loss,
             self.parameters,
             optimizer,
-            ShuffledBatches(10, 4, config.seed),
+            ShuffledBatches(items=10, batch_size=4, seed=config.seed),
             steps=STEPS,
             scheduler=tc.optim.lr_scheduler.cosine(optimizer, total_steps=STEPS, warmup_steps=3),
             gradient_accumulation=2,
@@ -84,6 +87,7 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
 
     losses: list[float] = []
     output = tmp_path / "interrupted"
+    # The step after which each segment of the run stops.
     for stop_after in (1, 5, 11, STEPS):
         segment = Problem(config, output, stop_after)
         if losses:
@@ -125,6 +129,7 @@ def test_a_run_resumes_bit_for_bit(
     interrupted = config.with_(output=str(tmp_path / "interrupted"))
     assert train(interrupted, StopAfter(stop_after)) != expected
     assert not (Path(interrupted.output) / ADAPTER).exists()
+    # The number of threads does not change results.
     assert train(interrupted.with_(resume="latest", threads=1)) == expected
     assert log_rows(interrupted.output) == log_rows(config.output)
     first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, interrupted))
@@ -137,6 +142,7 @@ def test_a_run_can_resume_from_an_older_checkpoint_only_in_another_folder(
     config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     expected = train(config)
+    # `config` saves a checkpoint every 5 steps, so this is the first one.
     older = checkpoint_path(Path(config.output), 5)
     with pytest.raises(ConfigError, match="of an earlier run"):
         train(config.with_(resume=str(older)))
@@ -149,7 +155,8 @@ def test_resuming_with_another_adapter_is_rejected(config: TrainConfig, train: T
     for change in ({"rank": 8}, {"adapter": "dora"}, {"target_modules": ["to_q"]}):
         with pytest.raises(WeightsFormatError, match="resume with the settings that the run was"):
             train(config.with_(resume="latest", **change))
-    # The rejected attempts changed no file.
+    # The rejected attempts changed no file. The file of the run has the values that the run chose
+    # for settings that were `auto`.
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG) == config.with_(
         base_precision="same", gradient_checkpointing="none"
     )

@@ -4,6 +4,11 @@
 // as chunk c ^ (r mod 8) of the row. This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight
 // rows without bank conflicts.
 // Tiles begin at multiples of 1024 bytes.
+//
+// The tiles are operands of the sum that `Gather` (geometry.cuh) describes:
+//   result[pixel, n] = sum over kernel taps (a, b) and source channels c of source[the pixel that tap (a, b) meets, c] * weight
+// `gather.channels` is the number of source channels c, and `gather.results` that of result channels n. For the gradient of the
+// input, the source is the gradient of the output, so c is an output channel of the convolution and n an input channel.
 #pragma once
 
 #include "geometry.cuh"
@@ -65,6 +70,7 @@ struct Place {
     int a, b, channel, block;
 
     __device__ __forceinline__ Place(const Gather &gather, int block_channels, int index) {
+        // A sum for the gradient of the input may have no taps; 1 avoids a division by 0.
         const int length = max(gather.taps(), 1) * block_channels;
         block = index / length;
         const int tap = (index - block * length) / block_channels;
@@ -136,8 +142,9 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     }
 };
 
-// The weights of the forward pass, as a tile (output channels, summed values). `first` is the first output channel. The shape
-// is unused; it is there because `Loader` also calls `WeightColumns::load`.
+// The weights (output channels, kernel height, kernel width, input channels) of the forward pass, as a tile (output channels,
+// summed values). `first` is the first output channel. The Conv2dShape is unused; it is there because `Loader` calls
+// `WeightColumns::load` with the same arguments.
 template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -161,7 +168,7 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     }
 };
 
-// The weights for the gradient of the input, as tiles (64 summed values, 64 input channels). COUNT is the number of input
+// The same weights for the gradient of the input, as tiles (64 summed values, 64 input channels). COUNT is the number of input
 // channels of all tiles together, so the last tile may be narrower. `first` is the first input channel.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,

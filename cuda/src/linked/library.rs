@@ -16,12 +16,13 @@ use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable};
 /// The architectures that the kernels were compiled for.
 const COMPILED: &str = env!("COMPILED_ARCHITECTURES");
 
-/// For each GPU, by ordinal, whether it can be used. None until the slots are filled.
+/// For each GPU, by ordinal, `Ok` or the reason why it cannot be used. None until the slots are filled.
 static DEVICES: Mutex<Option<Vec<Result<(), Unavailable>>>> = Mutex::new(None);
 
 /// A symbol and the address of its function in the opened library.
 type Found = (&'static Symbol, *mut ());
 
+/// See [`load`](crate::load). The slots are filled last, so they stay empty if anything fails.
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     let mut known = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     if known.is_some() {
@@ -47,7 +48,7 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
 }
 
 /// Check that GPU `ordinal` is new enough and that the kernels were compiled for it. Must be called after [`load`](crate::load). If the
-/// driver has no GPU with this ordinal, the function returns no error.
+/// driver has no GPU with this ordinal, the function returns no error: the driver itself rejects such an ordinal when the GPU is opened.
 ///
 /// # Errors
 /// The reason why the GPU cannot be used.
@@ -78,6 +79,7 @@ pub(super) fn open(file: &str, folders: &[&Path]) -> Result<Handle, String> {
     unsafe { Handle::new(name) }.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }
 
+/// Find the addresses of all functions that the library must have.
 fn resolve(handle: &Handle, library: &'static Library) -> Result<Vec<Found>, Unavailable> {
     library
         .symbols
@@ -145,6 +147,7 @@ impl Driver<'_> {
                 return Err(Unavailable::NoDevice);
             }
             let devices: Vec<_> = (0..devices).map(|ordinal| self.check_device(ordinal)).collect();
+            // If no GPU is usable, the error is the reason of the first.
             if devices.iter().all(Result::is_err) {
                 devices[0].clone()?;
             }

@@ -1,4 +1,8 @@
-"""Settings of the model and its data: paths, images, captions."""
+"""Settings of the model and its data: paths, images, captions.
+
+The short help omits settings that are `rare`. A resumed run with another value of a `free` setting
+still repeats the earlier run. `setting.py` has the other arguments of `Setting`.
+"""
 
 from __future__ import annotations
 
@@ -148,6 +152,7 @@ class Parts(Group):
         str,
         Setting(
             "format of the text encoders' linear layers; stored: each in the format of its file",
+            # SAME: the dtype of computation; FORMATS: quantized, such as int8.
             (AUTO, SAME, STORED, *FORMATS),
             rare=True,
         ),
@@ -172,6 +177,7 @@ class Images(Group):
     """Sizes, crops, colours, masks and caches of images."""
 
     section: ClassVar[str] = sections.IMAGES
+    # Each: settings, the condition without which they have no effect, and the flags that meet it.
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("random_crops",), lambda c: c.crop == "random", "--crop random"),
         Condition(

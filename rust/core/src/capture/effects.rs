@@ -313,11 +313,11 @@ impl Effects {
 
     /// Whether a replay would no longer do the same as a call.
     pub(crate) fn is_stale(&self) -> bool {
-        self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
+        self.changed_dependency().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
     }
 
     /// The name of a state that the recorded work depends on and that has changed, if there is one.
-    pub(crate) fn stale(&self) -> Option<&'static str> {
+    pub(crate) fn changed_dependency(&self) -> Option<&'static str> {
         let changed = self.dependencies.iter().find(|dependency| !(dependency.is_unchanged)());
         changed.map(|dependency| dependency.name)
     }

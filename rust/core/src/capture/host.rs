@@ -72,6 +72,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// keeps up to date.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
+        // Unlike after a `change` alone, replays repeat the change, so the function need not restore the value.
         note_advance(self.key());
         let state = self.clone();
         after_replay(move || change(&mut state.lock()));
@@ -92,6 +93,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// replays repeat.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, old) = (self.clone(), self.get());
+        // If the recording fails, this restores the value.
         note_change(self.key(), move || *state.lock() = old);
         change(&mut self.lock())
     }
@@ -122,21 +124,23 @@ mod tests {
     use super::super::Run;
     use super::*;
 
+    // `Run::begin(true)` records, as a capture does; `Run::begin(false)` is an eager run.
+
     #[test]
     fn a_record_is_stale_while_a_value_that_it_depends_on_differs() {
         let (rate, count) = (HostState::new("the rate", 1.0), HostState::new("the count", 1));
         let run = Run::begin(true).unwrap();
         assert_eq!((rate.read(), count.get()), (1.0, 1));
         let effects = run.finish();
-        assert_eq!(effects.stale(), None);
+        assert_eq!(effects.changed_dependency(), None);
         // The record does not depend on the count, because `get` notes nothing.
         count.set(2).unwrap();
-        assert_eq!(effects.stale(), None);
+        assert_eq!(effects.changed_dependency(), None);
         rate.set(2.0).unwrap();
-        assert_eq!(effects.stale(), Some("the rate"));
+        assert_eq!(effects.changed_dependency(), Some("the rate"));
         // With the old value the record is valid again.
         rate.set(1.0).unwrap();
-        assert_eq!(effects.stale(), None);
+        assert_eq!(effects.changed_dependency(), None);
     }
 
     #[test]
@@ -145,7 +149,7 @@ mod tests {
         let run = Run::begin(true).unwrap();
         count.read();
         count.advance(|n| *n += 1);
-        assert_eq!(run.finish().stale(), Some("the count"));
+        assert_eq!(run.finish().changed_dependency(), Some("the count"));
     }
 
     #[test]
@@ -154,7 +158,7 @@ mod tests {
         let run = Run::begin(false).unwrap();
         count.read();
         count.advance(|n| *n += 1);
-        assert_eq!(run.finish().stale(), None);
+        assert_eq!(run.finish().changed_dependency(), None);
     }
 
     #[test]
@@ -164,6 +168,7 @@ mod tests {
         count.advance(|n| *n += 1);
         count.advance(|n| *n *= 2);
         count.change(|n| *n += 100);
+        // A run that is dropped instead of finished is a failed recording.
         drop(run);
         assert_eq!(count.get(), 5);
 
@@ -188,9 +193,9 @@ mod tests {
         is_on.change(|on| *on = true);
         let mut effects = run.finish();
         effects.commit();
-        assert_eq!(effects.stale(), None);
+        assert_eq!(effects.changed_dependency(), None);
         is_on.set(false).unwrap();
-        assert_eq!(effects.stale(), None);
+        assert_eq!(effects.changed_dependency(), None);
     }
 
     #[test]

@@ -307,7 +307,7 @@ impl Graph {
                 "the function seeds the random generator, but replays would not; seed it outside of the function";
             return Err(Error::device(OP, message));
         }
-        if let Some(name) = effects.stale() {
+        if let Some(name) = effects.changed_dependency() {
             let message = format!("the function changes {name}, on which its work depends; change it between calls");
             return Err(Error::device(OP, message));
         }

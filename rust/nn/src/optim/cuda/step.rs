@@ -53,11 +53,13 @@ impl Groups {
     pub fn configure(&self, op: &'static str, group: usize, settings: Settings, like: Option<usize>) -> Result<()> {
         let gpu = Gpu::of(op, &self.settings)?;
         let function = gpu.function(&OPTIM_CONFIGURE, &[])?;
+        // The kernel takes `u32::MAX` as None.
         let like = like.map_or(Ok(u32::MAX), |like| self.index(op, like))?;
         let (all_settings, group) = (output(op, &self.settings)?, self.index(op, group)?);
         let arguments = OptimConfigure { settings: all_settings, group, like, value: settings };
+        let one_thread = Shape::linear(op, 1, 1)?;
         // SAFETY: there is room for both groups.
-        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1)?, arguments) }
+        unsafe { function.launch(op, gpu, one_thread, arguments) }
     }
 
     /// Checks that there is room for a group, and returns its number.
@@ -166,11 +168,12 @@ struct Place {
     first: Option<u32>,
 }
 
-/// The variables of one launch.
+/// The variables of one launch, as they were when the launch's table was made. [`is_of`](Self::is_of) tells whether a
+/// later step can use this table.
 pub struct Known {
     /// One for each of `members`.
     places: Vec<Place>,
-    /// The suffixes of the names of the kernels.
+    /// The suffixes of the names of the kernels: dtypes, such as `f32` and `bf16` (see `suffixes`).
     pub(super) dtypes: &'static [&'static str],
     /// The smallest group index of the members. The table on the device holds group indices relative to this index.
     pub(super) first_group: u16,
@@ -409,8 +412,10 @@ mod tests {
 
     #[test]
     fn neighbours_in_flat_buffers_share_a_segment() {
-        // Variables of 300 and 5 elements: their parameters, their f32 gradients and their bf16 copies are neighbours.
-        let places = [place([4096, 8192, 1024], 300, 0, 2), place([4096 + 1200, 8192 + 1200, 1024 + 600], 5, 2, 3)];
+        // Variables of 300 and 5 elements: their f32 parameters, f32 gradients and bf16 copies are neighbours. The
+        // addresses are arbitrary. The states of the first variable take two blocks, 0 and 1.
+        let second = [4096 + 300 * 4, 8192 + 300 * 4, 1024 + 300 * 2];
+        let places = [place([4096, 8192, 1024], 300, 0, 2), place(second, 5, 2, 3)];
         let work = Work::cut(&places, [4, 4, 2], 256, 2);
         assert_eq!(work.segments, [segment([4096, 8192, 1024])]);
         assert_eq!(work.pieces, [piece([0, 0, 0], 256, 0), piece([256, 0, 1], 44, 0), piece([300, 0, 2], 5, 1)]);
@@ -419,6 +424,8 @@ mod tests {
     #[test]
     fn only_pieces_of_rounded_variables_have_the_number_of_their_first_block() {
         let rounded = |place| Place { first: Some(5), ..place };
+        // 2500 elements are three pieces of at most 1024 elements, which have 4 blocks of 256; the first block has
+        // number 5.
         let places = [rounded(place([4096, 8192, 0], 2500, 0, 0)), place([1 << 20, 1 << 21, 0], 3, 10, 0)];
         let work = Work::cut(&places[..1], [2, 2, 2], 1024, 0);
         assert_eq!((work.pieces.len(), &work.firsts[..]), (3, &[5, 9, 13][..]));
@@ -428,6 +435,8 @@ mod tests {
     #[test]
     fn variables_without_a_common_offset_have_segments_of_their_own() {
         const FAR: Address = 1 << 35;
+        // Addresses of parameters, gradients and copies (0: none) of two variables of 3 elements, which take 12 bytes in
+        // f32. A second variable at 4096 + 12 and 8192 + 12 would share the first one's segment.
         let cases = [
             ("the parameters of the second variable come first", [4096, 8192, 0], [64, 8204, 0]),
             ("gradients have a gap", [4096, 8192, 0], [4108, 9000, 0]),

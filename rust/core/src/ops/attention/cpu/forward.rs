@@ -1,4 +1,4 @@
-//! The forward pass, block by block.
+//! The forward pass of attention on the CPU: a block of queries at a time reads the keys and values block by block.
 
 use smallvec::SmallVec;
 
@@ -10,7 +10,8 @@ use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// Computes the result and the log-sums. The log-sum of a query is log Σ e^score over its keys.
+/// Computes the result and the log-sums from `inputs`, which are queries, keys and values: (..., heads, tokens, width)
+/// each. The log-sum of a query is log Σ e^score over its keys; the log-sums are (..., heads, queries).
 pub(in crate::ops::attention) fn forward(
     attention: &Attention,
     inputs: [&Raw; 3],
@@ -29,6 +30,7 @@ pub(in crate::ops::attention) fn forward(
                 attention,
                 queries: Matrices::new(&operands[0])?,
                 keys: Matrices::new(&operands[1])?,
+                // The operand after queries, keys and values, if there is a mask.
                 mask: operands.get(3).map(Matrices::new).transpose()?,
             };
             Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &result_rows))
@@ -53,7 +55,8 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     let shared = SharedMut::new(&mut log_sums);
     // The most rows and columns of a block of scores.
     let (block_rows, block_columns) = (query_count.min(QUERIES), key_count.min(KEYS));
-    // Each query and key are multiplied twice, for the score and for the result. Queries are about as wide as values.
+    // A block of queries takes two multiplications for each query, key and element: one of query and key for the score,
+    // one of e^score and value for the result. Queries are about as wide as values, so `value_width` stands for both.
     let grain = TASK / (block_rows * key_count * 2 * value_width).max(1);
     par_ranges(attention.heads() * blocks_per_head, grain, |tasks| {
         let mut block_scores = vec![T::Acc::ZERO; block_rows * block_columns];
@@ -83,7 +86,10 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                 );
                 let exponentials = MatRef::row_major(block_scores, queries.len(), keys.len());
                 let result = MatMut::row_major(result, queries.len(), value_width);
-                gemm(result, exponentials, values.rows(head / attention.group, &keys), 1.0, true);
+                // `group` consecutive query heads share a head of values.
+                let values = values.rows(head / attention.group, &keys);
+                // Adds the product to `result`.
+                gemm(result, exponentials, values, 1.0, true);
             }
             let start = head * query_count + queries.start;
             // SAFETY: tasks have different queries or heads.
@@ -127,6 +133,7 @@ impl<R: Real> Running<R> {
     #[inline(always)]
     fn exponentiate(&mut self, scores: &mut [R]) -> R {
         let max = self.max.max(rows::max_by(scores, |s| s));
+        // If the query has seen no key yet, the maximum is negative infinity, and zero is subtracted instead.
         let base = finite_or_zero(max);
         for s in scores.iter_mut() {
             *s = (*s - base).exp();
