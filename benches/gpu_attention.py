@@ -44,11 +44,14 @@ class Size:
 
     @property
     def forward_flops(self) -> float:
+        # Two matrix products, with a multiplication and an addition per term.
         return 4.0 * self.heads * self.tokens**2 * self.width
 
 
 IMAGE = 64 * 64
 """The tokens of an image of 1024 x 1024 px: patches of 2 x 2 latents."""
+# Names, heads, tokens, features of a head. SDXL's UNet halves its 128 x 128 latents once, then
+# twice. Tokens beside those of the image are text.
 SIZES = (
     Size("sdxl, 640 channels", 10, 64 * 64, 64),
     Size("sdxl, 1280 channels", 20, 32 * 32, 64),
@@ -71,6 +74,7 @@ class Times:
 
     def text(self, size: Size) -> str:
         backward, flops = self.both - self.forward, size.forward_flops
+        # Seconds, and operations in units of those of the forward pass.
         parts = [(self.forward, 1.0), (backward, 2.5), (self.both, 3.5)]
         milliseconds = " + ".join(f"{seconds * 1e3:.3f}" for seconds, _ in parts[:2])
         rates = ", ".join(f"{factor * flops / seconds / 1e12:.0f}" for seconds, factor in parts)
@@ -79,14 +83,14 @@ class Times:
 
 def ours(size: Size, machine: Machine) -> Times:
     q, k, v = (tc.Var(tc.randn(size.shape, device=machine.device).to("bf16")) for _ in range(3))
-    weights = tc.randn(size.shape, device=machine.device).to("bf16")
+    grad = tc.randn(size.shape, device=machine.device).to("bf16")
 
     def forward() -> tc.Tensor:
         with tc.no_grad():
             return scaled_dot_product_attention(q, k, v)
 
     def both() -> None:
-        scaled_dot_product_attention(q, k, v).backward(weights)
+        scaled_dot_product_attention(q, k, v).backward(grad)
         for leaf in (q, k, v):
             leaf.grad = None
 
@@ -98,7 +102,7 @@ def theirs(torch: Any, size: Size, backend: str, seconds: float) -> Times | str:
     """Return torch's times with a backend, or the reason why it cannot run."""
     attention, half = torch.nn.attention, {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(size.shape, requires_grad=True, **half) for _ in range(3))
-    weights = torch.randn(size.shape, **half)
+    grad = torch.randn(size.shape, **half)
 
     def forward() -> None:
         with torch.no_grad():
@@ -106,7 +110,7 @@ def theirs(torch: Any, size: Size, backend: str, seconds: float) -> Times | str:
 
     def both() -> None:
         result = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        torch.autograd.grad(result, (q, k, v), weights)
+        torch.autograd.grad(result, (q, k, v), grad)
 
     with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
         try:

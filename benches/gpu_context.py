@@ -7,8 +7,9 @@ and 8-bit AdamW. A step has one text. Two short texts give the memory of a step 
 of the number of tokens, from which the script predicts the longest text for each amount of memory.
 Then it limits the allocator to this amount, less the memory that CUDA itself takes, and makes steps
 with the predicted number of tokens. If memory runs out, it shortens the text by 1 % until a step
-succeeds; otherwise it makes the text longer by 1 % until a step fails. Each line has the longest
-text with which a step succeeded, the measured peak of the tensors, and the seconds of this step.
+succeeds; otherwise it makes the text longer by 1 % until a step fails. It tries at most 8 lengths.
+Each line has the longest text with which a step succeeded, the measured peak of the tensors, and
+the seconds of this step.
 
 unsloth publishes the same figures: <https://docs.unsloth.ai/basics/long-context>, 2,972, 21,848,
 40,724 and 78,475 tokens in 8, 12, 16 and 24 GB.
@@ -40,18 +41,27 @@ SHORT = (4096, 8192)
 MULTIPLE = 128
 """The tried lengths are multiples of this number of tokens."""
 TRIES = 8
+"""The most lengths to try for an amount of memory."""
 
 
 class Trainer:
     """A model with its adapter and optimizer, and the memory that a step takes."""
 
     def __init__(self, checkpointing: str) -> None:
-        self.case = Case("llama3.1-8b", LLAMA31, 1, SHORT[0], checkpointing, rank=32)
+        self.case = Case(
+            "llama3.1-8b",
+            LLAMA31,
+            sequences=1,
+            length=SHORT[0],
+            checkpointing=checkpointing,
+            rank=32,
+        )
         self.model, self.optimizer = prepared(self.case, DEVICE, "nf4")
         self.step(SHORT[0])  # The first step loads kernels and makes the optimizer's states.
-        (short, long), (low, high) = SHORT, [self.step(length)[0] for length in SHORT]
-        self.per_token = (high - low) / (long - short)
-        self.fixed = low - short * self.per_token
+        short, long = SHORT
+        short_bytes, long_bytes = (self.step(length)[0] for length in SHORT)
+        self.per_token = (long_bytes - short_bytes) / (long - short)
+        self.fixed = short_bytes - short * self.per_token
 
     def step(self, length: int) -> tuple[int, float]:
         """Make a step with a text of `length` tokens; return its peak in bytes and its seconds."""
@@ -76,6 +86,7 @@ class Trainer:
             outcome = self.tried(length)
             if outcome is not None:
                 found = (length, *outcome)
+                # At least one multiple more, because `multiple` rounds down.
                 length = multiple(length * 1.01) + MULTIPLE
             elif found is None:
                 length = multiple(length * 0.99)
@@ -108,6 +119,7 @@ def main() -> None:
     gpu_timing.fresh(DEVICE)
     trainer = Trainer(given.checkpointing)
     stats = tc.cuda.memory_stats(DEVICE)
+    # What CUDA itself takes.
     context = stats["total"] - stats["free"] - stats["reserved"]
     print(
         f"{given.checkpointing}: {trainer.fixed / GIB:.2f} GiB, and {trainer.per_token:.0f} bytes "

@@ -55,6 +55,7 @@ class Job:
     """The guidance scale with which an image is drawn."""
 
 
+# Arguments after the model: training steps, steps of drawing, guidance.
 JOBS = {
     "sdxl": Job("sdxl", 200, 30, 6.0),
     "sd3": Job("sd3", 30, 28, 4.5),
@@ -88,7 +89,7 @@ def gpu_used() -> float:
     query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used"]
     query.append("--format=csv,noheader,nounits")
     used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return int(used.split()[0]) / 1024
+    return int(used.split()[0]) / 1024  # nvidia-smi prints MiB
 
 
 @dataclass
@@ -96,11 +97,15 @@ class Watch:
     """Samples the memory of a process every fifth of a second."""
 
     process: int
+    """The id of the process."""
     before: float
     """GiB in use on the GPU before the process started, by this program and others."""
     gpu: float = 0.0
+    """The process's peak of GPU memory so far, GiB."""
     host: float = 0.0
+    """Its peak of resident host memory so far, GiB."""
     done: threading.Event = field(default_factory=threading.Event)
+    """Set when the process has ended; then `run` returns."""
 
     def run(self) -> None:
         while not self.done.wait(0.2):
@@ -109,6 +114,7 @@ class Watch:
                 self.gpu = max(self.gpu, gpu_used() - self.before)
                 for line in status.read_text().splitlines():
                     if line.startswith("VmRSS"):
+                        # The line has the number of KiB.
                         self.host = max(self.host, int(line.split()[1]) / 2**20)
             except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
                 continue
@@ -145,10 +151,10 @@ def show(title: str, outcome: Outcome, output: Path | None = None) -> None:
     )
     if outcome.code:
         print(outcome.errors[-2000:])
-    before = 0.0
+    previous = 0.0
     for moment, line in outcome.lines:
-        print(f"  {moment:7.2f} s (+{moment - before:6.2f})  {line[:110]}")
-        before = moment
+        print(f"  {moment:7.2f} s (+{moment - previous:6.2f})  {line[:110]}")
+        previous = moment
     log = None if output is None else output / "train.csv"
     if log is not None and log.exists():
         with log.open() as file:
@@ -212,6 +218,7 @@ def main() -> None:
         raise SystemExit(f"no CUDA: {reason}")
     job = JOBS[given.model]
     work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_job_"))
+    # The number of steps between two saves, previews and validations of "everything".
     every = str(max(10, job.steps // 10))
     parts: dict[str, Callable[[], None]] = {
         "cold": lambda: train(job, work, "cold", job.steps),

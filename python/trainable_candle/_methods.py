@@ -19,6 +19,7 @@ from trainable_candle._explained import explained
 from trainable_candle._in_place import VarMethods
 from trainable_candle._parts import (
     argmin_of,
+    dim_index,
     integers_from,
     is_tensor,
     mask,
@@ -28,7 +29,6 @@ from trainable_candle._parts import (
     on_host,
     order_of,
     own,
-    place_of,
     reduced,
     sizes_of,
     triangle,
@@ -120,7 +120,7 @@ class ComposedMethods:
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of a dimension."""
         shape = own(self).shape
-        return shape if dim is None else shape[place_of("size", shape, dim)]
+        return shape if dim is None else shape[dim_index("size", shape, dim)]
 
     def dim(self) -> int:
         """Return the number of dimensions."""
@@ -302,7 +302,7 @@ class ComposedMethods:
         over_all = dim is None
         if dim is None:
             x, dim = x.reshape((-1,)), 0
-        dim = place_of("prod", x.shape, dim)
+        dim = dim_index("prod", x.shape, dim)
         if not x.shape[dim]:
             # The product of no elements is 1, and their sum is 0 in the shape of the result.
             return (x.sum() if over_all else x.sum(dim, keepdim=keepdim)) + 1
@@ -335,7 +335,7 @@ class ComposedMethods:
             ArgumentError: If the tensor lacks the dimension, or k is not from 0 to its size.
         """
         x = own(self)
-        place = place_of("topk", x.shape, dim)
+        place = dim_index("topk", x.shape, dim)
         if not 0 <= k <= x.shape[place]:
             raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[place]}")
         order = order_of("topk", x, place, descending=largest).narrow(place, 0, k).contiguous()
@@ -381,7 +381,7 @@ class ComposedMethods:
         x = own(self)
         if dim is None:
             x, dim = x.reshape((-1,)), 0
-        dim = place_of("repeat_interleave", x.shape, dim)
+        dim = dim_index("repeat_interleave", x.shape, dim)
         expanded = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
         joined = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
         return x.unsqueeze(dim + 1).expand(expanded).reshape(joined)
@@ -390,7 +390,7 @@ class ComposedMethods:
         """Reverse the order of elements along dimensions."""
         x = own(self)
         for dim in sizes_of(dims):
-            place = place_of("flip", x.shape, dim)
+            place = dim_index("flip", x.shape, dim)
             x = x[(slice(None),) * place + (slice(None, None, -1),)]
         return x
 
@@ -399,7 +399,7 @@ class ComposedMethods:
         x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
-        place = place_of("roll", x.shape, dims)
+        place = dim_index("roll", x.shape, dims)
         size = x.shape[place]
         moved = shifts % size if size else 0
         if not moved:
@@ -410,7 +410,7 @@ class ComposedMethods:
     def unbind(self, dim: int = 0) -> list[Tensor]:
         """Return the slices along a dimension, each without that dimension."""
         x = own(self)
-        place = place_of("unbind", x.shape, dim)
+        place = dim_index("unbind", x.shape, dim)
         return [x.narrow(place, n, 1).squeeze(place) for n in range(x.shape[place])]
 
     def tril(self, diagonal: int = 0) -> Tensor:
@@ -431,7 +431,7 @@ class ComposedMethods:
         Gradients flow to this tensor and to `src`.
         """
         x = own(self)
-        place = place_of("scatter", x.shape, dim)
+        place = dim_index("scatter", x.shape, dim)
         targets = np.indices(index.shape)
         targets[place] = index.numpy()
         flat = np.ravel_multi_index(tuple(targets.reshape(x.ndim, -1)), x.shape)

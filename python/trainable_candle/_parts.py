@@ -62,7 +62,10 @@ def mask(op: str, value: Any, like: Any = None) -> Tensor:
 
 
 def true(value: Any, like: Any = None) -> Tensor:
-    """Return where a tensor is not zero, as u8; a bool becomes a tensor on the device of `like`."""
+    """Return a mask (u8): 1 where a tensor is not zero, else 0.
+
+    A bool becomes a mask without dimensions on the device of `like`.
+    """
     if not is_tensor(value):
         value = _core.full((), float(bool(value)), device=own(like).device)
     return cast("Tensor", value.detach() != 0)
@@ -74,14 +77,15 @@ def reduced(tensor: Tensor, how: str, dim: Any, keepdim: bool) -> Tensor:
     if dim is None:
         return cast("Tensor", function())
     if how in {"min", "max"} and isinstance(dim, (tuple, list)):
-        # These methods take one dimension. The last one first: it does not move the ones before.
-        for place in sorted((place_of(how, tensor.shape, d) for d in dim), reverse=True):
-            tensor = getattr(tensor, how)(place, keepdim=keepdim)
+        # These methods take one dimension. Without `keepdim` they remove it, which changes the
+        # numbers of later dimensions, so the last dimension is reduced first.
+        for index in sorted((dim_index(how, tensor.shape, d) for d in dim), reverse=True):
+            tensor = getattr(tensor, how)(index, keepdim=keepdim)
         return tensor
     return cast("Tensor", function(dim, keepdim=keepdim))
 
 
-def place_of(function: str, shape: Sequence[int], dim: int) -> int:
+def dim_index(function: str, shape: Sequence[int], dim: int) -> int:
     """Return a dimension's number from 0; a negative `dim` counts from the end.
 
     Raises:
@@ -106,16 +110,16 @@ def order_of(function: str, x: Tensor, dim: int, *, descending: bool) -> Tensor:
     Raises:
         ArgumentError: If the dimension is out of range; the message begins with `function`.
     """
-    place = place_of(function, x.shape, dim)
+    axis = dim_index(function, x.shape, dim)
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
         # An ascending sort of the flipped values, flipped back, is a descending sort that keeps the
         # order of equal values. Flipping the ascending sort below would reverse their order.
-        flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
-        order = np.flip(values.shape[place] - 1 - flipped, place)
+        flipped = np.argsort(np.flip(values, axis), axis=axis, kind="stable")
+        order = np.flip(values.shape[axis] - 1 - flipped, axis)
     else:
-        order = np.argsort(values, axis=place, kind="stable")
+        order = np.argsort(values, axis=axis, kind="stable")
     return _core.tensor(np.ascontiguousarray(order, np.int64), device=x.device)
 
 
@@ -125,7 +129,8 @@ def argmin_of(x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     floats = x if x.dtype in {"f32", "f16", "bf16", "f64"} else x.to("f64")
     found = (-floats).argmax(dim, keepdim)
     if x.dtype == "i64":
-        # No floating point dtype has all of these integers, so the host finds the indices.
+        # No floating point dtype has all of these integers, so the host finds the indices; `found`
+        # only gives their shape.
         exact = np.asarray(np.argmin(x.numpy(), dim), np.int64).reshape(found.shape)
         found = _core.tensor(exact, device=x.device)
     return found
@@ -167,7 +172,10 @@ def triangle(x: Tensor, keeps: Any) -> Tensor:
 
 
 def integers_from(tensor: Tensor) -> float:
-    """Return a magnitude from which the dtype has only integers: 2^52 for f64, else 2^23."""
+    """Return a magnitude from which the dtype has only integers: 2^52 for f64, else 2^23.
+
+    2^23 is the least such magnitude of f32; those of f16 and bf16 are smaller.
+    """
     return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+# Four training steps. The fixture `cuda` runs this code with `tc`, the package, and `mark`, which
+# writes a mark to the log of calls. `after` returns the calls between a mark and the next one.
 TRAIN = """
     import numpy as np
 
@@ -30,6 +32,7 @@ TRAIN = """
 def test_a_step_has_five_products_and_at_most_twenty_launches(cuda: Any) -> None:
     for dtype in ("f32", "bf16"):
         run = cuda.run(TRAIN.replace("DTYPE", dtype))
+        # Calls that the simulated libraries reject, because of wrong arguments for example.
         assert run.of("refused") == []
         step = run.after("step-3")
         # Each of the two linear layers has one product in the forward pass and one for the
@@ -51,6 +54,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 def test_each_gpu_loads_the_kernels_of_its_architecture(cuda: Any) -> None:
     """A GPU for which there is no machine code uses PTX: here, one of compute capability 13.0."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
+    # Every architecture has the kernel `fill_f32`.
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"
     )

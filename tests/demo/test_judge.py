@@ -24,6 +24,7 @@ def test_the_judge_recognises_digits_that_it_was_not_trained_on(judge: Judge) ->
 
 
 def test_share_is_the_share_of_images_that_show_the_digit(judge: Judge) -> None:
+    # 30 of 40 images show a one.
     ones, sevens = HELD_OUT.only(1).pixels[:30], HELD_OUT.only(7).pixels[:10]
     assert judge.share(np.concatenate([ones, sevens]), 1) == pytest.approx(0.75)
 
@@ -45,6 +46,8 @@ def test_spread_needs_two_images() -> None:
 
 
 def test_real_images_of_the_digit_pass(judge: Judge) -> None:
+    # Real images stand for samples: a base that does not know the digit 0 draws 6, and with the
+    # LoRA it draws 0.
     before, after = HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels
     result = verdict(judge, digit=0, before=before, after=after, train=TRAIN)
     assert result.share_before == 0.0
@@ -64,6 +67,7 @@ def test_copies_of_one_image_of_the_digit_do_not_pass(judge: Judge) -> None:
 
 
 def test_the_error_without_scikit_learn_says_how_to_install_it() -> None:
+    # None in `sys.modules` makes an import fail as if the module were not installed.
     code = "import sys; sys.modules['sklearn.svm'] = None; import trainable_candle.demo.judge"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1

@@ -4,8 +4,8 @@
 #include "elements.cuh"
 
 // The parameters are y = beta1 * average + (1 - beta1) * z, where z are the iterates and the average is over all steps' iterates. The first
-// step starts from z = y. `Settings::more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, the sum of
-// the steps' weights in the average, and the largest learning rate so far. The last two have one number each.
+// step starts from z = y. `Settings::more` has warmup_steps, r and weight_lr_power. Four of the `states` are used: z, the second moment,
+// the sum of the steps' weights in the average, and the largest learning rate so far. The last two have one number each.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
     const Settings &settings = by.settings;
@@ -26,6 +26,8 @@ static __device__ __forceinline__ void schedule_free(const Elements<G, C> &eleme
     const float beta2 = static_cast<float>(settings.beta2), gain2 = static_cast<float>(1.0 - settings.beta2);
     const float eps = static_cast<float>(settings.eps), decay = static_cast<float>(settings.weight_decay);
     const float share_of_z = static_cast<float>(share), step_z = static_cast<float>(lr);
+    // With z' = z - lr * direction and average' = average + share * (z' - average), the new parameters are
+    // y' = y + share * (z - y) + step_y * direction.
     const float step_y = static_cast<float>(lr * (settings.beta1 * (1.0 - share) - 1.0));
     for_each(elements.variable.count, [&](uint64_t i) {
         const float y = elements.param(i), g = elements.grad(i);

@@ -11,7 +11,8 @@ pub(super) struct Block {
     is_free: bool,
 }
 
-/// A reserved range of addresses: chunks of mapped memory, which are divided into blocks, and unmapped gaps.
+/// A reserved range of addresses: chunks of mapped memory, which are divided into blocks, and unmapped gaps. `C` is the backend's handle of
+/// a mapped chunk ([`Backend::Chunk`]).
 pub(super) struct Pool<C> {
     pub(super) start: u64,
     pub(super) end: u64,
@@ -22,7 +23,7 @@ pub(super) struct Pool<C> {
     pub(super) blocks: BTreeMap<u64, Block>,
     /// The free blocks, by size and address.
     free: BTreeSet<(u64, u64)>,
-    /// The mapped chunks by address, with their sizes.
+    /// The mapped chunks by address, with their sizes and handles.
     chunks: BTreeMap<u64, (u64, C)>,
     /// The unmapped gaps by address, with their sizes.
     pub(super) gaps: BTreeMap<u64, u64>,
@@ -80,7 +81,7 @@ impl<C> Pool<C> {
         self.free.insert((size, address));
     }
 
-    /// Remove a free block from both lists.
+    /// Remove a free block from `blocks` and `free`.
     fn remove_free(&mut self, address: u64, size: u64) {
         self.free.remove(&(size, address));
         self.blocks.remove(&address);
@@ -89,6 +90,7 @@ impl<C> Pool<C> {
     /// Map memory in a gap that has `size` bytes together with its free neighbours. Returns the number of mapped bytes,
     /// or None if there is no such gap.
     pub(super) fn grow<B: Backend<Chunk = C>>(&mut self, backend: &mut B, size: u64) -> Result<Option<u64>, B::Error> {
+        // Of the first gap that is large enough: the address, the least number of bytes to map there, and the wanted number.
         let found = self.gaps.iter().find_map(|(&gap, &length)| {
             let before = self.blocks.range(..gap).next_back();
             let before = before.filter(|(address, block)| block.is_free && *address + block.size == gap);
@@ -117,6 +119,7 @@ impl<C> Pool<C> {
     /// Record that memory was mapped in a gap.
     pub(super) fn insert_chunk(&mut self, address: u64, size: u64, chunk: C) {
         self.chunks.insert(address, (size, chunk));
+        // What the gap has before and after the memory stays a gap.
         if let Some((&start, &length)) = self.gaps.range(..=address).next_back() {
             self.gaps.remove(&start);
             for (start, end) in [(start, address), (address + size, start + length)] {
@@ -148,6 +151,7 @@ impl<C> Pool<C> {
     pub(super) fn release<B: Backend<Chunk = C>>(&mut self, backend: &mut B, address: u64) -> u64 {
         let around = self.blocks.range(..=address).next_back().map(|(&start, &block)| (start, block));
         let (Some((size, chunk)), Some((start, block))) = (self.chunks.remove(&address), around) else { return 0 };
+        // The chunk is in this free block. What the block has before and after the chunk stays free.
         self.remove_free(start, block.size);
         for (start, end) in [(start, address), (address + size, start + block.size)] {
             if end > start {

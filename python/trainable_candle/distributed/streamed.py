@@ -22,6 +22,7 @@ _NONE: Final = "none"
 _ORDER: Final = (_NONE, BUS, NVLINK)
 """The links between GPUs, from slow to fast."""
 _CURE: Final = "or leave out --stream-from peers"
+"""The last advice of each message: what always ends the error."""
 
 
 def machine() -> str:
@@ -81,6 +82,7 @@ def slowest_link(group: Group, device: str) -> str:
         DistributedError: another process has failed.
     """
     mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
+    # `exchange` returns the bytes of all processes, in the order of their ranks.
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
     if least_sharing([facts["machine"] for facts in found]) < 2:
         raise ConfigError(

@@ -62,7 +62,7 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        tokens: more variables for the template: `bos_token`, `eos_token` and so on.
+        tokens: more variables for the template: `bos_token`, `eos_token`, and `END` for `CHATML`.
 
     Raises:
         WeightsFormatError: the source is not a template.
@@ -177,7 +177,7 @@ def _unmarked(marked: str, has_tag: bool) -> Rendered:
     if _START not in marked and _END not in marked:
         return Rendered(marked, () if has_tag else None)
     spans = []
-    before, *parts = marked.split(_START)
+    before, *parts = marked.split(_START)  # each part begins with generated text
     text = before
     for part in parts:
         inside, end, outside = part.partition(_END)
@@ -214,6 +214,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
             has_generation = True
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # `_mark` gets the body as `caller`, which has no arguments and no defaults.
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         @staticmethod

@@ -68,6 +68,7 @@ impl FlatBuffer {
             compute::copy_into(&view, value.raw())?;
             let var = Var::adopt(view)?;
             var.leaf().bind(&grad, range.clone())?;
+            // Copies of the variable's values in other dtypes are also parts of one vector per dtype.
             var.leaf().copies().allocate_in(copies.clone(), start);
             vars.push(var);
             start = range.end;
@@ -136,7 +137,8 @@ fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> 
 }
 
 fn same_storage(a: &Raw, b: &Raw) -> bool {
-    storage_identity(a).0 == storage_identity(b).0
+    let address = |raw: &Raw| storage_identity(raw).0;
+    address(a) == address(b)
 }
 
 /// Collects the gradients of all of `vars` in vectors that may be changed in place, for example summed over processes.
@@ -146,7 +148,7 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
 /// As [`collect_grads`].
 pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     collect_grads(vars)?;
-    // This marks every gradient as present.
+    // Every variable then has a gradient, maybe zeros, so `vector` returns one for each.
     vars.iter().for_each(|var| var.leaf().mark_present());
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }

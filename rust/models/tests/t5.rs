@@ -49,6 +49,8 @@ fn wrong_values_of_fields_are_reported() {
             r#"feed_forward_proj is "gated-silu", expected "gated-gelu" or "relu""#,
         ),
         ("num_heads", "0", "num_heads is 0, expected an integer from 1"),
+        // Half of the buckets are for keys after the query. In each half, half of the buckets, at least one, have one
+        // distance each. Of the default 32 buckets, these are 8, for the distances 0 to 7.
         ("relative_attention_num_buckets", "3", "relative_attention_num_buckets is 3, expected 4 or more"),
         ("relative_attention_max_distance", "8", "relative_attention_max_distance is 8, expected more than 8"),
     ] {
@@ -66,11 +68,13 @@ fn distances_have_the_buckets_of_transformers() {
     let distances = [0, 1, 7, 8, 11, 12, 16, 22, 23, 32, 45, 46, 63, 64, 90, 91, 127, 128, 1000];
     let buckets = [0, 1, 7, 8, 8, 9, 10, 10, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15];
     for (distance, expected) in distances.into_iter().zip(buckets) {
+        // The arguments are the positions of the query and of the key.
         assert_eq!(bucket(&config, distance, 0), expected, "{distance}");
         // Keys after the query have the second half of the 32 buckets.
         let after = if distance > 0 { expected + 16 } else { 0 };
         assert_eq!(bucket(&config, 0, distance), after, "{distance}");
     }
+    // Ten buckets before the query: five with one distance each, and five with several.
     let other = T5Config { relative_attention_num_buckets: 20, relative_attention_max_distance: 50, ..config };
     for (distance, expected) in [(4, 4), (5, 5), (7, 5), (8, 6), (12, 6), (13, 7), (19, 7), (20, 8), (31, 8), (32, 9)] {
         assert_eq!(bucket(&other, distance, 0), expected, "{distance}");

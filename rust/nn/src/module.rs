@@ -46,6 +46,7 @@ impl<'a> Layer<'a> {
             Self::Linear(linear) => Ok(linear.effective_weight()),
             Self::Conv(conv) => match conv.effective_weight() {
                 Weight::Plain(weight) => Ok(weight_to_file(&weight)?.into()),
+                // Not reached: weights of convolutions are plain.
                 other => Ok(other),
             },
         }
@@ -64,7 +65,8 @@ pub trait Module {
     /// List every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
     fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
         let mut layers = Vec::new();
-        // `visit` returns no errors but those of the closure, and this closure returns none.
+        // `visit` returns no errors but those of the closure, and this closure returns none. The same holds for each
+        // `let _` below.
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Layer(name, layer) = part {
                 layers.push((name, layer));
@@ -174,6 +176,7 @@ pub trait Module {
         let mut start = 0;
         self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { state, count: len, .. } = part {
+                // `after` numbers the blocks of this part from 0.
                 state.set(checkpointing.after(start));
                 start += len;
             }
@@ -218,6 +221,7 @@ pub enum Part<'a> {
 pub struct Visitor<'a, 'f> {
     /// The full name of the current module; empty for the outermost module.
     path: String,
+    /// The function.
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,
 }
 

@@ -90,7 +90,9 @@ pub(super) fn from_e4m3(bits: u8) -> f32 {
     let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));
     match (exponent, bits & 7) {
         (15, 7) => f32::NAN,
+        // Subnormal: fraction / 8 · 2^-6.
         (0, _) => sign * fraction * 2f32.powi(-9),
+        // (1 + fraction / 8) · 2^(exponent - 7).
         _ => sign * (8.0 + fraction) * 2f32.powi(exponent - 10),
     }
 }

@@ -1,4 +1,4 @@
-//! The text encoder. It computes a hidden state for each token of a text, and a pooled state for the text as a whole.
+//! CLIP's text encoder. It computes a hidden state for each token of a text, and a pooled state for the whole text.
 
 use std::sync::Arc;
 
@@ -94,7 +94,10 @@ impl CLIPTextModel {
             final_layer_norm: inner.layer_norm("final_layer_norm", dim, config.layer_norm_eps)?,
             text_projection: config
                 .projection_dim
-                .map(|width| weights.linear("text_projection", dim, width, false))
+                .map(|width| {
+                    let has_bias = false;
+                    weights.linear("text_projection", dim, width, has_bias)
+                })
                 .transpose()?,
             config,
         })
@@ -176,6 +179,7 @@ impl Architecture for CLIPTextModel {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    // All linear layers of the blocks, and no others.
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["text_model.encoder.layers."],
         unquantized: &[],

@@ -1,4 +1,4 @@
-//! The arguments of `from_pretrained` and `load`.
+//! The arguments of the Python functions that load a model: `from_pretrained` of a class, and `load`.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ pub struct Request {
     pub device: tc::Device,
 }
 
-/// The keyword-only arguments of `from_pretrained`.
+/// The keyword-only arguments of `from_pretrained`. [`Choice`] has fields of the same names and describes them.
 #[derive(Default)]
 pub struct Options {
     pub subfolder: Option<String>,
@@ -64,6 +64,7 @@ impl Request {
                 (path, subfolder) = (folder, None);
             }
         }
+        // Only a caller that loads the parts of a known pipeline names the pipeline.
         let pipeline = None;
         let choice = Choice { kind, subfolder, pipeline, config, half, force_upcast, layers, quantize, stream };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })

@@ -1,4 +1,7 @@
-//! The CPU form. All tensors are contiguous: images (B, H, W, C), weights (O, KH, KW, C / groups).
+//! The CPU form of `conv2d` and of its gradients. All tensors are contiguous: images (B, H, W, C), weights (O, KH, KW,
+//! C / groups), where B is the batch, O the output channels and KH, KW the kernel's size. Each pass has three forms:
+//! pointwise (a 1 × 1 kernel without stride, padding or groups: one matrix product over all pixels), depthwise (each
+//! channel by itself), and general (a [`Stencil`]).
 
 mod depthwise;
 pub(super) mod patch;
@@ -21,6 +24,7 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     let bias = bias.map(contiguous).transpose()?;
     let operands: SmallVec<[&Raw; 3]> = [&x, &weight].into_iter().chain(&bias).collect();
     let sums = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
+        // The operand after the image and the weight, if there is a bias.
         let bias = operands.get(2).map(|&bias| elements::<T>(bias)).transpose()?;
         Ok(product(geometry, elements::<T>(operands[0])?, elements(operands[1])?, bias))
     })
@@ -65,6 +69,7 @@ where
         y.chunks_exact_mut(out).for_each(|y| y.iter_mut().zip(bias).for_each(|(y, b)| *y = b.to_acc()));
     }
     let (x, weight) = (MatRef::row_major(x, pixels, channels), MatRef::row_major(weight, out, channels));
+    // With a bias, the product is added to it.
     gemm(MatMut::row_major(&mut y, pixels, out), x, weight.t(), 1.0, bias.is_some());
     y
 }

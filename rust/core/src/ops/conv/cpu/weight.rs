@@ -1,6 +1,7 @@
-//! The gradient of the weight. At each kernel tap, it is a sum over the positions (pixels) of the result. Each term is
-//! the outer product of two vectors: the channels of the result's gradient at the position, and the channels of the
-//! image's pixel that the position reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
+//! The gradient of a convolution's weight on the CPU. At each kernel tap, it is a sum over the positions (pixels) of
+//! the result. Each term is the outer product of two vectors: the channels of the result's gradient at the position,
+//! and the channels of the image's pixel that the position reads at the tap. The lanes of a SIMD vector are adjacent
+//! channels of the image.
 
 use std::ops::Range;
 
@@ -29,12 +30,16 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let stencil = Stencil::forward(geometry);
     let shape = TileShape::detect::<T::Acc>();
     let mut result = vec![T::Acc::ZERO; geometry.out_channels * geometry.row_len()];
+    // Input and output channels of a group.
     let depth = geometry.channels_per_group();
     let out = geometry.out_channels_per_group();
     // A task has as many input channels as a tile has rows, or all channels of a group if these are fewer.
     let channels = depth.min(shape.rows).max(1);
+    // How many chunks of `channels` input channels a group has, and how many panels of output channels, each as wide as
+    // a tile.
     let (chunks, panels) = (depth.div_ceil(channels), out.div_ceil(shape.columns));
     let tasks = geometry.groups() * chunks;
+    // If there are too few tasks for all threads, the panels of each task are split among several.
     let splits = splits(tasks, panels);
     let target = SharedMut::new(&mut result);
     par_ranges(tasks * splits, 1, |range| {
@@ -45,6 +50,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
             let outs = panels.start * shape.columns..(panels.end * shape.columns).min(out);
             let task = Task {
                 geometry,
+                // The forward pass has a single phase.
                 axes: &stencil.phases[0],
                 shape,
                 group,
@@ -81,6 +87,7 @@ impl Task<'_> {
         let largest_copy = rects.iter().map(|rect| Patch::new(self.axes, rect, channels).len()).max().unwrap_or(0);
         let positions = rects.iter().map(|rect| rect.lines.len() * rect.columns.len()).max().unwrap_or(0);
         let len_grad = packed_len(*shape, Along::Columns, outs.len(), positions);
+        // The third region of the scratch memory is not needed.
         with_scratch([largest_copy, len_grad, 0], |[memory, packed, _]: [*mut T::Acc; 3]| {
             for image in 0..geometry.batch {
                 for rect in &rects {
@@ -133,6 +140,7 @@ impl Task<'_> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
         let is_by_line = channels == depth && self.axes[1].is_dense();
+        // By line, the first tap stands for all taps of its line.
         let columns = if is_by_line { 1 } else { kernel_width };
         let len = if is_by_line { kernel_width * channels } else { channels };
         self.axes[0]
