@@ -23,9 +23,11 @@ import trainable_candle as tc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LARGE = 1 << 28
+LARGE = 1 << 28  # 268 M parameters
 # The number of transformer blocks in SDXL's UNet, by their width.
-BLOCKS, CONTEXT, RANK = {640: 10, 1280: 60}, 2048, 16
+BLOCKS = {640: 10, 1280: 60}
+CONTEXT = 2048  # the number of text features
+RANK = 16
 
 
 def adapter_shapes() -> list[tuple[int, int]]:
@@ -35,7 +37,7 @@ def adapter_shapes() -> list[tuple[int, int]]:
         # Queries, keys, values and outputs of self-attention, then of attention to the text, in
         # which keys and values read the text.
         for inputs in [width] * 6 + [CONTEXT] * 2:
-            shapes += [(RANK, inputs), (width, RANK)] * count
+            shapes += [(RANK, inputs), (width, RANK)] * count  # the factors in each block
     return shapes
 
 
@@ -71,13 +73,16 @@ def eight_bit(machine: Machine) -> None:
         except ImportError:
             print("bitsandbytes is not installed")
         else:
-            theirs = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
-            sides["bitsandbytes"] = gpu_timing.torch_timed(torch, theirs.step, machine.seconds)
-            del theirs
+            eight_bit_adamw = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
+            step = eight_bit_adamw.step
+            sides["bitsandbytes"] = gpu_timing.torch_timed(torch, step, machine.seconds)
+            del eight_bit_adamw, step
         del parameters
         gpu_timing.fresh(device)
-    # Bytes of a parameter's gradient (read), of its value and of its states (read and written).
-    sides["floor"] = machine.floor("f32", 0, LARGE * (4 + 2 * 4 + 2 * 2))
+    # Bytes of a parameter's gradient (read), of its value and of its states (read and written). The
+    # time of the arithmetic is negligible.
+    moved = LARGE * (4 + 2 * 4 + 2 * 2)
+    sides["floor"] = machine.floor("f32", flops=0, moved=moved)
     print(f"AdamW8bit, 268 M parameters: {gpu_timing.milliseconds(**sides)}", flush=True)
 
 
@@ -92,6 +97,7 @@ def on_host(machine: Machine) -> None:
             state_bytes = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
             del optimizer
             gpu_timing.fresh(device)
+        # Each state is read and written.
         rate = 2 * state_bytes / (sides["states_on_host"] - sides["states_on_device"]) / 1e9
         print(
             f"{kind}, 268 M parameters, {state_bytes / gpu_timing.GIB:.2f} GiB of states: "
@@ -130,7 +136,9 @@ def clipped(machine: Machine) -> None:
     if machine.torch is not None:
         sides["torch_fused"] = torch_clipped(machine, shapes)
     count = sum(rows * columns for rows, columns in shapes)
-    sides["floor"] = machine.floor("f32", 0, count * (4 + 4 + 6 * 4))
+    # Bytes of a parameter's gradient (read twice), of its value and of both moments (read and
+    # written).
+    sides["floor"] = machine.floor("f32", flops=0, moved=count * (2 * 4 + 3 * 2 * 4))
     what = f"AdamW and clipping, {count / 1e6:.0f} M parameters in {len(shapes)} tensors"
     print(f"{what}: {gpu_timing.milliseconds(**sides)}", flush=True)
 
@@ -194,6 +202,7 @@ def theirs(machine: Machine, kind: str, shapes: list[tuple[int, int]]) -> float 
 def main() -> None:
     options = gpu_timing.parser(__doc__).parse_args()
     machine = gpu_timing.start(options)
+    # By title; `--only` runs the cases whose title contains its value.
     cases: dict[str, Callable[[Machine], None]] = {
         "AdamW8bit": eight_bit,
         "host": on_host,

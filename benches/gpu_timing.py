@@ -65,7 +65,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def start(options: argparse.Namespace) -> Machine:
     """Measure the machine's rates, print them and the versions, and set W8A8 as the options say.
 
-    Without CUDA, the benchmark ends with the reason.
+    W8A8 multiplies the 8-bit codes of weights and inputs. Without CUDA, the benchmark ends with the
+    reason.
     """
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
@@ -100,6 +101,7 @@ def product_rate(device: str, dtype: str, size: int = 8192) -> float:
 def copy_rate(device: str) -> float:
     """Return the bytes a second that a copy of 2 GiB reads and writes, both counted."""
     source = tc.randn((1 << 29,), device=device)
+    # A product with a number reads and writes each element once, as a copy does.
     return 2 * source.nbytes / timed(lambda: source * 1.0, device, RATE_SECONDS)
 
 

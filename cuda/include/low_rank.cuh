@@ -1,4 +1,5 @@
-// Fragments of products with low-rank factors. Each thread loads values that are neighbours in memory.
+// Loads the operands of LoRA's products from memory as fragments for the tensor cores. Each thread loads values that are neighbours in
+// memory. A low-rank product is (x downᵀ) upᵀ, where x is (rows, features), `down` (ranks, features), and `up` (columns, ranks).
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). An index that a product sums over may be permuted if both
 // operands have the same permutation, and columns of the right operand may be permuted if the result's columns are. The permutations here
@@ -17,7 +18,7 @@
 // The number of ranks that one product with `up` sums over: a tile of ranks.
 constexpr int RANKS = 16;
 
-// Loads a `W` from memory that the kernel does not write: the load through the read-only cache need not wait for stores.
+// Loads one `W`, such as uint2, from memory that the kernel does not write: the load through the read-only cache need not wait for stores.
 template <typename W, typename T> __device__ __forceinline__ W words(const T *at) { return __ldg(reinterpret_cast<const W *>(at)); }
 
 // The lower, or the upper, 16 bits of both words; `first` provides the lower half of the result.
@@ -25,8 +26,8 @@ __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) 
 __device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 
 // Loads the right operands of the four products that sum over 16 ranks, from `rank` on, and compute 32 columns, from `column` on:
-// b[product][register]. `up` is (ranks, columns) if `is_turned`, otherwise (columns, ranks), with rows `row` elements apart. g and t are
-// those of the thread.
+// b[product][register]. `up` is stored as (ranks, columns) if `is_turned`, otherwise as (columns, ranks), with `row` elements from the
+// start of a stored row to the start of the next. g and t are those of the thread (see above).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
     if (is_turned) {

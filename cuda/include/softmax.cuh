@@ -1,4 +1,5 @@
-// Sums the exponentials of a row in one pass over the row: whenever the maximum grows, the sum so far is rescaled.
+// Sums the exponentials of a row, for softmax and log-sum-exp, in one pass over the row: whenever the maximum grows, the sum so far is
+// rescaled.
 #pragma once
 
 #include "functions.cuh"
@@ -12,8 +13,8 @@ template <typename T, bool INFINITE = false> struct Exponentials {
     A largest = -infinity<A>();
     A sum = 0;
 
-    // The number that is subtracted from the elements: `largest`, or 0 in place of an infinity whose difference from itself must not
-    // be NaN. Without `INFINITE`, positive infinity stays, so that the sum becomes NaN.
+    // The number that is subtracted from the elements: `largest`, but 0 instead of an infinity, whose difference from itself would be NaN.
+    // Without `INFINITE`, positive infinity is subtracted all the same, so that the sum becomes NaN.
     static __device__ __forceinline__ A reference(A largest) {
         return largest == -infinity<A>() || (INFINITE && largest == infinity<A>()) ? A(0) : largest;
     }
@@ -37,7 +38,8 @@ template <typename T, bool INFINITE = false> struct Exponentials {
         largest = next;
     }
 
-    // Adds up the sums of the team's threads: afterwards each thread has the maximum and the sum of the row. `shared` is as in `team_sum`.
+    // Adds up the sums of the threads that share the row (a team, see rows.cuh): afterwards each thread has the maximum and the sum of the
+    // row. `shared` is shared memory for one value of each of the block's warps.
     __device__ __forceinline__ void join(A *shared) {
         const A all = team_max(largest, shared);
         sum = team_sum(rescaled(reference(all)), shared);

@@ -6,8 +6,9 @@
 // class t and 0 for all other classes.
 //
 // Row r of the logits begins at element (r / inner) * outer_stride + (r % inner) * inner_stride, with integer division. The logits of a
-// row are contiguous. For dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
-// ignore_index has the loss 0 and the gradient 0; any other row whose target is out of range has the loss NaN and the gradient 0.
+// row are contiguous. For dense logits inner = rows and inner_stride = classes. targets (rows) are u32 if id_bytes is 4, i64 if it is 8. A
+// row whose target is ignore_index has the loss 0 and the gradient 0; any other row whose target is out of range has the loss NaN and the
+// gradient 0.
 
 #include "ids.cuh"
 #include "softmax.cuh"
@@ -61,7 +62,7 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
         }
         const T *start = x + logits.start(row);
         Exponentials<T> exponentials;
-        A sum = 0;
+        A sum = 0; // the sum of the logits, for the smoothing
         const bool smooth = smoothing > 0.0;
         for_each_pack(start, logits.classes, true, [&](uint32_t at, auto count) {
             constexpr int N = decltype(count)::value;
@@ -74,12 +75,12 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
         exponentials.join(shared);
         if (smooth) sum = team_sum(sum, shared);
         if (threadIdx.x > 0) continue;
-        const A all = exponentials.largest + log(exponentials.sum);
-        A loss = all - static_cast<A>(1.0 - smoothing) * widen(start[target]);
+        const A row_lse = exponentials.largest + log(exponentials.sum);
+        A loss = row_lse - static_cast<A>(1.0 - smoothing) * widen(start[target]);
         // Without smoothing this term is left out: 0 · ∞ of an infinite logit would be NaN.
         if (smooth) loss -= static_cast<A>(smoothing / logits.classes) * sum;
         losses[row] = loss;
-        lse[row] = all;
+        lse[row] = row_lse;
     }
 }
 
@@ -93,7 +94,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
         const int64_t target = targets[row];
         const bool counts = target != targets.ignore_index && is_id(target, logits.classes);
         const T *start = x + logits.start(row);
-        const A all = lse[row];
+        const A row_lse = lse[row];
         A scale = grad != nullptr ? widen(grad[of_rows ? row : 0]) : A(1);
         if (divisor != nullptr) scale /= *divisor;
         if (weights != nullptr) scale *= weights[row];
@@ -107,7 +108,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
                 const auto pack = load_pack<N>(start + at);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    result[i] = exponential<T>(widen(pack.values[i]) - all) - share;
+                    result[i] = exponential<T>(widen(pack.values[i]) - row_lse) - share;
                     if (at + i == target) result[i] -= at_target;
                     result[i] *= scale;
                 }
@@ -120,7 +121,8 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
 } // namespace
 
 // losses (rows) and lse (rows), of f32 (f64 for f64), become the loss and the log-sum-exp of each row. lse is 0 for a row whose target
-// is ignored or out of range. out_of_range: see ids.cuh. Launch: over rows (rows.cuh) of `classes` elements.
+// is ignored or out of range. *out_of_range becomes the lowest row whose target is out of range (see ids.cuh). Launch: over rows (rows.cuh)
+// of `classes` elements.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_forward_##SUFFIX(const T *x, const void *targets, Acc<T> *losses, Acc<T> *lse,                   \

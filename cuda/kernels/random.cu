@@ -1,8 +1,8 @@
 // Random numbers in f32. A block of the generator (philox.cuh) is four numbers: block b gives the elements 4b to 4b + 3 of the result y,
 // the same numbers as on the CPU.
 //
-// `seed` and `offset`, the index of the first block, are the generator's position. If `state` is not null, the seed is state[0] and the
-// offset is state[1] + offset.
+// `seed` and `offset`, the index of the first block, are the generator's position. In a CUDA graph `state` is not null; then the seed is
+// state[0] and the first block is state[1] + offset.
 // Launch of uniform and normal: one thread for each block of the generator (ceil(n / 4) threads), block of 256 threads, no shared memory.
 #include "element.cuh"
 #include "philox.cuh"
@@ -10,7 +10,7 @@
 // The upper 24 of 32 random bits, as a number in [0, 1). f32 represents every such number exactly.
 __device__ __forceinline__ float unit_interval(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
-// Writes four values to y from element `first` on, without those beyond the end of y.
+// Writes four values to y, which has n elements, from element `first` on, without those beyond the end of y.
 __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -52,7 +52,8 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     write(y, n, block * 4, values);
 }
 
-// `set_generator(state, seed, offset)` sets the seed and the offset of the next replay of a CUDA graph: its draws read them from `state`.
+// `set_generator(state, seed, offset)` sets the seed and the offset of the next replay of a CUDA graph: the kernels uniform and normal in
+// the graph read them from `state`.
 // Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
     follow();

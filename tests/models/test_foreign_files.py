@@ -1,4 +1,4 @@
-"""Errors for the file of another model or part say whose file it is."""
+"""Loading a model from the file of another model or part raises an error that says whose it is."""
 
 from pathlib import Path
 
@@ -42,6 +42,8 @@ def test_the_unet_of_another_stable_diffusion_is_rejected(
     single_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "file.safetensors"
+    # SDXL's UNet embeds the pooled text and the image sizes with `label_emb`, which Stable
+    # Diffusion 1 and 2 lack.
     tensors = tc.load_file(single_file)
     tc.save_file({key: t for key, t in tensors.items() if "label_emb" not in key}, path)
     with pytest.raises(

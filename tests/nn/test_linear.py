@@ -56,6 +56,7 @@ def test_initial_values_have_the_bound_of_torch_and_follow_the_seed():
     assert layer.bias.shape == (128,)
     weight = layer.weight.numpy()
     assert np.abs(weight).max() <= 1 / 8  # 1 / sqrt(64)
+    # The standard deviation of uniform numbers between -1/8 and 1/8.
     assert abs(weight.std() - 1 / 8 / np.sqrt(3)) < 2e-3
     assert nn.Linear.init(3, 2, bias=False).bias is None
     assert nn.Linear.init(3, 2, dtype="f64").weight.dtype == "f64"
@@ -84,8 +85,9 @@ def test_wrong_arguments_of_linear_are_errors():
 def test_a_lora_layer_equals_numpy_and_its_merged_layer(rslora, with_bias):
     x, w, b, down, up = arrays(2, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2))
     bias = tc.tensor(b) if with_bias else None
-    lora = nn.LoRALinear(tc.tensor(w), 2, 6.0, bias=bias, rslora=rslora)
-    scale = 6 / np.sqrt(2) if rslora else 3
+    rank, alpha = 2, 6.0
+    lora = nn.LoRALinear(tc.tensor(w), rank, alpha, bias=bias, rslora=rslora)
+    scale = alpha / np.sqrt(rank) if rslora else alpha / rank
     assert lora.scale == pytest.approx(scale)
     base = x @ w.T + (b if with_bias else 0)
     assert_close(lora(tc.tensor(x)), base, atol=1e-5)
@@ -99,18 +101,18 @@ def test_a_lora_layer_equals_numpy_and_its_merged_layer(rslora, with_bias):
 
 def test_gradients_of_lora_factors_equal_numpy():
     x, w, g, down, up = arrays(3, (2, 3, 5), (4, 5), (2, 3, 4), (2, 5), (4, 2))
-    lora = nn.LoRALinear(tc.tensor(w), 2, 4.0)
+    lora = nn.LoRALinear(tc.tensor(w), rank=2, alpha=4.0)
+    scale = 2.0  # alpha / rank
     lora.lora_down.set(tc.tensor(down))
     lora.lora_up.set(tc.tensor(up))
     lora(tc.tensor(x)).backward(tc.tensor(g))
     flat_x, flat_g = x.reshape(6, 5), g.reshape(6, 4)
-    # The scale is alpha / rank = 2.
-    expected_down = 2 * (flat_g @ up).T @ flat_x
-    expected_up = 2 * flat_g.T @ (flat_x @ down.T)
+    expected_down = scale * (flat_g @ up).T @ flat_x
+    expected_up = scale * flat_g.T @ (flat_x @ down.T)
     assert_close(lora.lora_down.grad, expected_down, atol=1e-4)
     assert_close(lora.lora_up.grad, expected_up, atol=1e-4)
     grad_down, grad_up = tc.lora_backward(
-        tc.tensor(g), tc.tensor(x), tc.tensor(down), tc.tensor(up), 2.0
+        tc.tensor(g), tc.tensor(x), tc.tensor(down), tc.tensor(up), scale
     )
     assert_close(grad_down, expected_down, atol=1e-4)
     assert_close(grad_up, expected_up, atol=1e-4)
@@ -138,6 +140,7 @@ def test_dropout_has_an_effect_only_in_training():
     lora = nn.LoRALinear(tc.zeros(3, 50), 2, 2.0, dropout=0.5)
     lora.lora_up.set(tc.ones(3, 2))
     x = tc.ones(4, 50)
+    # The rows of x are equal, but dropout draws a mask for each row.
     assert len(set(lora(x)[:, 0].tolist())) > 1
     lora.eval()
     assert len(set(lora(x)[:, 0].tolist())) == 1
@@ -146,13 +149,13 @@ def test_dropout_has_an_effect_only_in_training():
 
 def test_a_dora_layer_equals_numpy_and_its_merged_weight():
     x, w, b, down, up, magnitude = arrays(4, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2), (4,))
-    dora = nn.DoRALinear(tc.tensor(w), 2, 4.0, bias=tc.tensor(b))
+    dora = nn.DoRALinear(tc.tensor(w), rank=2, alpha=4.0, bias=tc.tensor(b))
     assert list(dora.named_parameters()) == ["lora_down", "lora_up", "magnitude"]
     assert_close(dora.magnitude, np.linalg.norm(w, axis=1), atol=1e-5)
     assert_close(dora(tc.tensor(x)), x @ w.T + b, atol=1e-5)
     for var, value in zip(dora.get_vars(), (down, up, magnitude), strict=True):
         var.set(tc.tensor(value))
-    adapted = w + 2 * up @ down
+    adapted = w + 2 * up @ down  # alpha / rank is 2
     merged = adapted * (magnitude / np.linalg.norm(adapted, axis=1))[:, None]
     assert_close(dora(tc.tensor(x)), x @ merged.T + b, atol=1e-4)
     assert_close(dora.merge(), merged, atol=1e-5)
@@ -171,6 +174,7 @@ def test_a_dora_layer_loads_the_state_of_another():
 @pytest.mark.parametrize("kind", [nn.LoRALinear, nn.DoRALinear])
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
+    # `arguments` are the weight, the rank and alpha.
     [
         ((tc.ones(4), 2, 2.0), {}, tc.ShapeError, "Linear: the weight has shape"),
         (
@@ -238,7 +242,7 @@ def test_gradients_of_f32_factors_are_f32_if_inputs_are_bf16():
         assert_close(found, expected.numpy(), atol=0.1)
 
 
-def test_after_sizes_bias_is_true_or_false_and_after_a_weight_it_is_given_only_once() -> None:
+def test_bias_is_true_or_false_after_sizes_and_is_given_only_once_after_a_weight() -> None:
     assert nn.Linear(4, 2, bias=0).bias is None
     assert nn.Linear(4, 2, bias=1).bias is not None
     with pytest.raises(TypeError, match="the bias is a Tensor, expected True or False"):

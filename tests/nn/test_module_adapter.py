@@ -51,7 +51,7 @@ def test_an_adapter_starts_without_effect_and_is_trained_alone(net: Net) -> None
     assert set(adapter.named_parameters()) == {
         f"{layer}.lora_{end}.weight" for layer in ("conv", "blocks.0", "heads.one") for end in "AB"
     }
-    assert len(net.parameters()) == 6
+    assert len(net.parameters()) == 6  # two factors of each of the three layers
     # The base's parameters keep their names.
     assert names <= set(net.named_tensors())
     target = tc.randn(5, 3)
@@ -233,6 +233,7 @@ def test_a_module_with_adapters_computes_in_bf16_with_f32_factors(kind: str) -> 
     np.testing.assert_allclose(found.to("f32").numpy(), before, rtol=0.05, atol=0.2)
     assert {str(var.dtype) for var in model.parameters()} == {"f32"}
     found.sum().backward()
+    # At least both factors have gradients.
     assert sum(var.grad is not None for var in model.parameters()) >= 2
     tc.optim.SGD(model.parameters(), lr=1.0).step()
     assert (model(x.to("bf16")).to("f32").numpy() != found.to("f32").numpy()).all()
@@ -269,6 +270,7 @@ def test_adapters_that_move_to_a_gpu_are_trained_there(gpu: str, kind: str) -> N
         tc.manual_seed(0)
         net = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0", "2"], adapter=kind))
+        # A move to the GPU makes this optimizer unusable, so it can be used only on the CPU.
         early_optimizer = tc.optim.SGD(model.parameters(), lr=0.01)
         x = tc.randn(16, 4).to(device)
         model.to(device)
@@ -282,6 +284,7 @@ def test_adapters_that_move_to_a_gpu_are_trained_there(gpu: str, kind: str) -> N
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+    # Here, `early_optimizer` is that of the run on the GPU.
     with pytest.raises(ArgumentError, match=r"SGD: step.* move the model first, then make the opt"):
         early_optimizer.step()
     on_cpu, on_gpu = losses[:5], losses[5:]

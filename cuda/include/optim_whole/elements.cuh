@@ -10,7 +10,7 @@
 // The number of threads of a block.
 constexpr int WHOLE_THREADS = 512;
 
-// A variable, its gradient, and its 16-bit copy, which may be null.
+// A variable, its gradient, and the 16-bit copy of its parameters, which may be null.
 struct Whole {
     float *params;
     void *grads;
@@ -33,7 +33,8 @@ struct WholeStep {
     double *shared; // numbers that all variables of the optimizer share (see `ProdigyShared`), or null
 };
 
-// Access to the elements of a variable: parameters, and gradients multiplied by `gain` (see `Coefficients`).
+// Access to the elements of a variable: parameters, and gradients multiplied by `gain` (see `Coefficients`). G is the dtype of the
+// gradients, C that of the copy.
 template <typename G, typename C> struct Elements {
     const Whole &variable;
     const G *grads;
@@ -66,10 +67,10 @@ template <typename G, typename C> struct Elements {
 
 // Returns the sum of f(i) over all i < count to every thread of the block.
 template <typename F> __device__ __forceinline__ double sum_over(uint64_t count, F f) {
-    __shared__ double warps[WARP];
+    __shared__ double warp_sums[WARP];
     double sum = 0.0;
     for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) sum += f(i);
-    return block_sum(sum, warps);
+    return block_sum(sum, warp_sums);
 }
 
 // Calls f(i) for every i < count. Afterwards every thread of the block can read what f has written.

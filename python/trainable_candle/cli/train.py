@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         return _launch(config, arguments)
     follow_launcher()  # From here on, this process ends with the launcher, if there is one.
 
-    # Imported after the arguments are checked.
+    # An expensive import, after the arguments are checked.
     from trainable_candle.run import train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, world=world, report=lambda line: print(line, flush=True))
@@ -89,7 +89,8 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
     # An expensive import, after the other checks.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
 
-    # This check must precede `launch`, whose processes write logs into the output folder.
+    # The check that the output folder is apart from the data sets must precede `launch`, whose
+    # processes write logs into the output folder.
     require_apart(config, output)
     return launch(arguments, numbers, on_gpu=on_gpu, output=output)
 
@@ -134,11 +135,12 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
         if not values.get("model"):
             raise ConfigError(f"--preset {preset} depends on the model: give --model, too")
-        by_hand = frozenset(values)
+        by_hand = frozenset(values)  # the settings that the user gave, by flags or in the file
         values = completed(values, preset, families.presets(values["model"]))
         # Drop the preset's settings that have no effect. Settings of the user without effect stay:
         # they are errors.
         try:
+            # Pairs of a condition that does not hold and the settings that depend on it.
             idle = settings_without_effect(TrainConfig.from_mapping(values, source))
         except ConfigError as error:
             raise _naming_preset(error, preset, values.keys() - by_hand) from None

@@ -57,7 +57,9 @@ class LoRAConv2d(Module):
         self.weight = base.weight.detach()
         self.bias = None if base.bias is None else base.bias.detach()
         outputs, inputs, height, width = self.weight.shape
-        down, _ = init_linear(inputs * height * width, rank, False, "f32", self.weight.device)
+        down, _ = init_linear(
+            inputs * height * width, rank, bias=False, dtype="f32", device=self.weight.device
+        )
         self.lora_down = Var(down.detach().reshape((rank, inputs, height, width)))
         self.lora_up = Var(zeros((outputs, rank, 1, 1), dtype="f32", device=self.weight.device))
         self.scale = alpha / (rank**0.5 if rslora else rank)

@@ -36,7 +36,7 @@ def main(path: str) -> None:
     for n in (5000, 1000):
         tensors[f"p0.{n}"] = torch.randn(n)
         for i in range(STEPS):
-            tensors[f"grad{i}.{n}"] = torch.randn(n) * (0.1 + i)
+            tensors[f"grad{i}.{n}"] = torch.randn(n) * (0.1 + i)  # larger from step to step
     for name, (kind, arguments, sizes) in CASES.items():
         for n in sizes:
             param = torch.nn.Parameter(tensors[f"p0.{n}"].cuda())
@@ -47,6 +47,7 @@ def main(path: str) -> None:
                 if i in (0, STEPS - 1):
                     tensors[f"{name}.p{i + 1}.{n}"] = param.detach().clone()
             for key, value in optimizer.state[param].items():
+                # The entries `qmap1` and `qmap2` are the tables that `tensors` has already.
                 if torch.is_tensor(value) and not key.startswith("qmap"):
                     tensors[f"{name}.{key}.{n}"] = value
     save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path)

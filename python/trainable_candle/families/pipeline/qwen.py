@@ -28,7 +28,9 @@ class Template(TypedDict, total=False):
     """The arguments of `PromptTokenizer` that choose the form of the chat template."""
 
     thinks: bool
+    """Whether the answer may begin with thoughts."""
     system: str | None
+    """The text of a system's turn before the user's; None for no such turn."""
 
 
 class QwenEncoder:
@@ -81,11 +83,12 @@ class Qwen25VL(QwenEncoder):
     display_name: ClassVar[str] = "Qwen2.5-VL"
 
     def __init__(self, family: PipelineFamily[Any], system: str) -> None:
-        super().__init__(family, None, system=system)
+        super().__init__(family, layers=None, system=system)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """Return the hidden states of L tokens after the final norm, (1, L, width)."""
         count = len(tokens)
+        # `cu_seqlens` has the bounds of the sequences in the row of tokens, which is one sequence.
         ids, positions, cu_seqlens = (
             tc.tensor(np.array(numbers, np.int64), device=self._device)
             for numbers in (tokens, range(count), [0, count])
@@ -148,9 +151,9 @@ def tokenizer_folder(family: PipelineFamily[Any], display_name: str = Qwen3.disp
     encoder = family.facts.parts["text_encoder"].path
     folder = encoder if encoder.is_dir() else encoder.parent
     inside, beside = folder / "tokenizer", folder.parent / "tokenizer"
-    for place in (family.weights / "tokenizer", inside, beside, folder):
-        if (place / FILE).is_file() or (place / VOCABULARY).is_file():
-            return place
+    for candidate in (family.weights / "tokenizer", inside, beside, folder):
+        if (candidate / FILE).is_file() or (candidate / VOCABULARY).is_file():
+            return candidate
     raise WeightsFormatError(
         f"tokenizer: there is no {FILE} or {VOCABULARY} of {display_name} with {family.weights}; "
         "give the folder of the pipeline, or put the pipeline's folder `tokenizer` next to "

@@ -1,4 +1,8 @@
-//! [`Recorder`]: what the runs of checkpointed functions record, and the stack of the recorders of nested checkpoints.
+//! [`Recorder`]: what the runs of a function under gradient checkpointing record, and the stack of the recorders of
+//! nested checkpoints.
+//!
+//! In the first run, the operations of the function keep numbered slots instead of the values that their backward
+//! passes read (the saved values). A later run recomputes these values, in the same order, and fills the slots.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,16 +24,19 @@ pub(super) enum Recorder {
 
 /// The state of a function's first run, which counts the values that are saved and keeps expensive results.
 pub(super) struct Recording {
+    /// The call of the function, which the slots belong to.
     pub(super) region: Arc<Region>,
     /// How many operations have begun. This is also the number of the operation that is running: numbers begin at 1.
     pub(super) operations: usize,
-    /// Values saved so far.
+    /// The number of values saved so far, which is the number of the next slot.
     pub(super) saved: usize,
     /// The number of the last operation that saved a value, 0 if none has; a recomputation ends with this operation.
     pub(super) last_saved: usize,
-    /// The values that the operation `last_saved` has saved.
+    /// The values that the operation `last_saved` has saved. Of this operation, only these results are kept: a
+    /// recomputation ends there, so it does not read the other results.
     pub(super) saved_by_last: Vec<TensorId>,
-    /// The kept results, each with the number of the operation that computed them.
+    /// The results of expensive operations that [`Policy::Selective`](super::Policy::Selective) keeps for the later
+    /// run, each with the number of the operation that computed them.
     pub(super) kept: Vec<(usize, StoredResults)>,
     /// For each variable that the function has read: the counter of its changes in place, and the count at the first
     /// read.
@@ -49,7 +56,7 @@ impl Recording {
         }
     }
 
-    /// Adds the variables among `tensors` to `versions`.
+    /// Adds the variables among `tensors`, which an operation reads, to `versions`.
     pub(super) fn reads(&mut self, tensors: &[&Tensor]) {
         for version in tensors.iter().filter_map(|t| t.version.as_ref()) {
             if !self.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
@@ -98,7 +105,8 @@ impl Scope {
         Self { depth, grad_was_enabled }
     }
 
-    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one.
+    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one. `drop` then restores
+    /// the flags of the thread.
     pub(super) fn leave(self) -> Option<Recorder> {
         RECORDERS.with_borrow_mut(|recorders| if recorders.len() == self.depth + 1 { recorders.pop() } else { None })
     }

@@ -1,5 +1,6 @@
-//! Copies, conversions and changes in place. If the destination shares the source's storage or is a broadcast view,
-//! these functions return [`Error::Argument`], where those of the CPU engine return [`Error::Candle`].
+//! Copies, conversions and changes in place of tensors on a CUDA device. If the destination shares the source's storage
+//! or is a broadcast view, these functions return [`Error::Argument`], where those of the CPU engine return
+//! [`Error::Candle`].
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;
@@ -149,7 +150,8 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
-/// Copies `src` to `dst`. `dst` must be contiguous, and have the shape, the dtype and the device of `src`.
+/// Copies `src` to `dst`, by the driver's copy function if `src` is contiguous, otherwise by a kernel. `dst` must be
+/// contiguous, and have the shape, the dtype and the device of `src`.
 pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if !src.is_contiguous() {
         return copy_into(dst, src);
@@ -253,7 +255,8 @@ fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     }
     same_device(op, dst, &[src])?;
     check_distinct(op, dst)?;
-    if dst.elem_count() > 0 && storage_identity(dst).0 == storage_identity(src).0 {
+    let storage_address = |raw: &Raw| storage_identity(raw).0;
+    if dst.elem_count() > 0 && storage_address(dst) == storage_address(src) {
         return Err(Error::argument(op, "the destination and the source share one storage; copy the source first"));
     }
     Ok(())

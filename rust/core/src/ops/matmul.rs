@@ -24,6 +24,7 @@ fn transposed(raw: &Raw) -> Result<Raw> {
 
 impl Backward for MatmulBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        // With the result y = a b: grad_a = grad_y bᵀ and grad_b = aᵀ grad_y, summed over broadcast batch dimensions.
         let grad = context.grad().clone();
         if let (true, Some(b)) = (context.needs(0), &self.b) {
             let product = compute::matmul(&grad, &transposed(&b.get()?)?)?;
@@ -52,7 +53,8 @@ impl Tensor {
         }
         if self.rank() == 1 {
             let product = self.unsqueeze(0)?.matmul(other)?;
-            // If `other` is a vector, `product` already lacks n, and its last dimension is m.
+            // Remove m, which is the last dimension if `other` is a vector, because `product` then lacks n already, and
+            // the last but one otherwise.
             return product.squeeze(product.rank() - if other.rank() == 1 { 1 } else { 2 });
         }
         if other.rank() == 1 {

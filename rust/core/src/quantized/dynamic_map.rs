@@ -12,13 +12,13 @@ pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     const DECADES: u32 = 7;
     let mut values = Vec::with_capacity(256);
     for decade in 0..DECADES {
-        let items = 1usize << if signed { decade } else { decade + 1 };
-        let scale = 10f64.powi(decade as i32 - (DECADES as i32 - 1)) as f32;
-        for i in 0..items {
-            let middle = (linspace(0.1, 1.0, items, i) + linspace(0.1, 1.0, items, i + 1)) / 2.0;
-            values.push(scale * middle);
+        let intervals = 1usize << if signed { decade } else { decade + 1 };
+        let decade_end = 10f64.powi(decade as i32 - (DECADES as i32 - 1)) as f32;
+        for i in 0..intervals {
+            let middle = (linspace(0.1, 1.0, intervals, i) + linspace(0.1, 1.0, intervals, i + 1)) / 2.0;
+            values.push(decade_end * middle);
             if signed {
-                values.push(-scale * middle);
+                values.push(-decade_end * middle);
             }
         }
     }

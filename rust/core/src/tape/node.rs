@@ -29,6 +29,7 @@ pub trait Backward: Send + Sync {
 /// Computes the result of an operation from its saved values.
 pub type Again<'a> = Box<dyn Fn() -> Result<Raw> + 'a>;
 
+/// The nodes of an operation's inputs; `None` for an input that needs no gradient.
 pub(crate) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
 /// A variable, or the result of one operation, on the tape.
@@ -110,12 +111,13 @@ impl Node {
     }
 }
 
-/// The parts of a dropped node that are still to be dropped.
+/// The fields of a dropped node that are still to be dropped, because they may hold the last references to other nodes.
 struct Parts {
     _backward: Option<Box<dyn Backward>>,
     _inputs: Inputs,
 }
 
+/// What nodes that were dropped on this thread have left to be dropped.
 #[derive(Default)]
 struct DropQueue {
     waiting: Vec<Parts>,

@@ -1,4 +1,4 @@
-//! The contents of an adapter file, module by module, in any format.
+//! The contents of an adapter file, module by module, whichever tool's names the file has.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -20,7 +20,8 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// The module's parameters as a layer's values, with scale 1.
+    /// The module's parameters as a layer's values, for the kind, the rank and the shapes of the adapter. These do not
+    /// depend on the other two fields, which have neutral values.
     pub(super) fn layer_values(&self) -> LayerValues {
         let parameters = self.parameters.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         LayerValues { parameters, scale: 1.0, cayley_neumann_terms: None }
@@ -137,6 +138,7 @@ impl Contents {
         });
         for (module, stored) in &mut contents.modules {
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
+            // Other tools limit the rotation by OFT in each forward pass; here the parameters are scaled once.
             oft::apply_limit(stored).map_err(wrong)?;
             peft::apply_coft(contents.config.as_ref(), stored).map_err(wrong)?;
         }

@@ -70,13 +70,14 @@ impl ChromaTransformer {
         // The blocks get their modulation from the approximator.
         let takes_modulation = true;
         let kind = DoubleBlockKind { takes_modulation, ..DoubleBlockKind::default() };
-        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
+        let has_bias = true;
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, has_bias)?;
         let device = x_embedder.weight.device();
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, device)?,
             lengths: TextLengths::new(Self::CLASS_NAME, device)?,
             x_embedder,
-            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, has_bias)?,
             approximator: Approximator::new(config.approximator(), &mut weights.pp(APPROXIMATOR))?,
             double_blocks: (0..config.num_layers)
                 .map(|i| DoubleBlock::new(sizes, kind, &mut weights.pp(&format!("transformer_blocks.{i}"))))
@@ -105,9 +106,11 @@ impl ChromaTransformer {
     /// text of more than 4096 tokens, [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different
     /// dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<Tensor> {
+        // The numbers of image tokens and of text tokens.
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
+        // The modulations (shifts, scales and gates) of all blocks and of the output, which depend only on the time.
         let table = self.approximator.forward(&times.mul_scalar(TIME_SCALE)?)?.of_batch(batch)?;
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
@@ -130,7 +133,7 @@ impl ChromaTransformer {
             op: Self::CLASS_NAME,
             channels: self.config.in_channels,
             text: self.config.joint_attention_dim,
-            pooled: None,
+            pooled: None, // as `guidance`, an input that Chroma does not have
             axes: self.config.axes_dims_rope.len(),
             guidance: false,
         };
@@ -167,6 +170,7 @@ impl Architecture for ChromaTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    // All linear layers in the blocks. None of them computes a modulation, because the approximator does.
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
         unquantized: &[],
@@ -210,6 +214,7 @@ impl Model for ChromaTransformer {
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         saved.outside(|saved| {
             self.approximator.saved(saved);
+            // A layer, the number of its input values, and the number of tokens.
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
         });

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the names in this library, and
-//! the names in original checkpoints.
+//! The names of the parameters of FLUX.2's transformer in files: diffusers' names, which are also the names in this
+//! library, and the names in original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -8,7 +8,9 @@ use super::Flux2Config;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, SINGLE_BLOCKS};
 use crate::pretrained::{CheckpointNaming, Form, Renaming, StoredSizes};
 
-/// The names of FLUX.2's layers.
+/// The names of FLUX.2's layers. An entry of the lists has the layer's name in this library, its name in original
+/// checkpoints, and the form of its parameters there ([`Form::Plain`]: the same). The entry of a kind of block has the
+/// same two names of the blocks, without the block's index, and the lists of the layers in each block.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -28,7 +30,8 @@ const OUTSIDE: [Renaming; 11] = [
     ("double_stream_modulation_img.linear", "double_stream_modulation_img.lin", Form::Plain),
     ("double_stream_modulation_txt.linear", "double_stream_modulation_txt.lin", Form::Plain),
     ("single_stream_modulation.linear", "single_stream_modulation.lin", Form::Plain),
-    // Original files have the shift first, diffusers has the scale first.
+    // The layer computes a shift and a scale. Original files have the rows of the shift first, diffusers those of the
+    // scale, so loading swaps the halves.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -49,9 +52,10 @@ const SINGLE: [Renaming; 4] = [
     ("attn.norm_k", "norm.key_norm", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. Shapes do not
-/// determine `axes_dims_rope` and `rope_theta`: these fields come from the first of the `known` configurations whose
-/// other fields agree, or else from [`Flux2Config::default`], whose two values all published models share.
+/// The configuration of the transformer in a checkpoint with the naming `original`, from the shapes of the checkpoint's
+/// tensors. Shapes do not determine `axes_dims_rope` and `rope_theta`: these fields come from the first of the `known`
+/// configurations whose other fields agree, or else from [`Flux2Config::default`], whose two values all published
+/// models share.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or if `axes_dims_rope` does not fit the

@@ -1,4 +1,5 @@
-//! The table of position embeddings: fixed sines and cosines. An image uses the middle of the table.
+//! The table of position embeddings of SD3's transformer: fixed sines and cosines. An image uses the middle of the
+//! table.
 
 use std::sync::{Mutex, PoisonError};
 

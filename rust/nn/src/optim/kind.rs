@@ -139,6 +139,7 @@ macro_rules! registered {
             const NAME: &'static str = <$rule as $crate::optim::Rule>::NAME;
             const ABOUT: &'static str = $about;
             const POSITIONAL: usize = $positional;
+            // Only updates of one element at a time can round stochastically.
             const ROUNDS: bool = <$rule as $crate::optim::Rule>::ELEMENTWISE;
 
             fn defaults() -> Self::Config {

@@ -16,9 +16,10 @@ use crate::tensor::{Operand, Tensor};
 /// one.
 ///
 /// ```python
+/// # The tiny SDXL in the package: 128 text features instead of 2048, 64 pooled ones instead of 1280.
 /// unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
 /// text, pooled = tc.randn(1, 77, 128), tc.randn(1, 64)
-/// sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])
+/// sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])  # an image of 128 x 128 pixels, not cropped
 /// noise = unet(tc.randn(1, 4, 16, 16), 500, text, text_embeds=pooled, time_ids=sizes)
 /// assert noise.shape == (1, 4, 16, 16)
 /// ```
@@ -66,6 +67,7 @@ impl SDXLUNet {
             time_ids: &time_ids.0,
         };
         let sample = &sample.0;
+        // `detached` releases Python's global interpreter lock; it has nothing to do with gradients.
         detached(py, || timestep.in_f32(sample.device(), |time| self.0.forward(sample, time, conditions))).map(Tensor)
     }
 }

@@ -24,7 +24,8 @@ impl Tensor {
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
-        // The reshape copies unless the elements are contiguous.
+        // The number of elements to copy: the reshape copies unless they are contiguous. `compute` releases the GIL if
+        // the work is long.
         let work = if self.0.raw().is_contiguous() { 0 } else { self.0.elem_count() };
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
@@ -54,6 +55,7 @@ impl Tensor {
         let mut sizes = dims[..start].to_vec();
         sizes.push(dims[start..=end].iter().product());
         sizes.extend_from_slice(&dims[end + 1..]);
+        // As in `reshape`.
         let work = if self.0.raw().is_contiguous() { 0 } else { self.0.elem_count() };
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
@@ -139,8 +141,8 @@ impl Tensor {
         // The number of new leading dimensions. If `shape` has too few dimensions, `broadcast_as` returns the error.
         let offset = shape.len().wrapping_sub(self.0.rank());
         for (position, size) in shape.iter_mut().enumerate() {
-            if let (-1, Some(&own)) = (*size, self.0.dims().get(position.wrapping_sub(offset))) {
-                *size = own as i64;
+            if let (-1, Some(&current)) = (*size, self.0.dims().get(position.wrapping_sub(offset))) {
+                *size = current as i64;
             }
         }
         let sizes = sizes("expand", &shape)?;

@@ -37,7 +37,8 @@ struct Affine<'a> {
 }
 
 impl<'a> Affine<'a> {
-    /// Checks that scale and shift have shape `dims`, and the device and a dtype that fit `x`.
+    /// Checks that scale and shift have shape `dims`, the device of `x`, and the dtype of `x` or f32 (only the dtype of
+    /// `x` if that is f64).
     fn new(
         op: &'static str,
         x: &Tensor,
@@ -100,7 +101,7 @@ impl<'a> Affine<'a> {
     }
 
     /// Saves those of scale and shift that the backward pass reads. A backward pass that recomputes the norm's result
-    /// (`recomputes`) reads both; any other reads only the scale, for the gradient of the input.
+    /// (`recomputes`) reads both; any other reads only the scale, for the gradient of `x`, which is input 0.
     fn save(&self, saver: &mut Saver<'_>, recomputes: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
@@ -153,6 +154,7 @@ struct Reads {
 }
 
 impl Reads {
+    /// Saves `x` and the `statistics`: rstd, then the mean if the norm subtracts it.
     fn save(saver: &mut Saver<'_>, x: &Tensor, statistics: &[Raw]) -> Self {
         Self {
             x: saver.save(x),
@@ -206,7 +208,8 @@ impl SavedAffine {
     }
 
     /// Adds the gradient of the shift, for a backward pass in which no other gradient is needed: the sum of the
-    /// result's gradient `grad (samples, rows, len)` over the rows.
+    /// result's gradient `grad (samples, rows, len)` over the rows. The shift has `len` elements for each sample;
+    /// `samples` is 1 if all rows have the same shift.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.shift_place else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;

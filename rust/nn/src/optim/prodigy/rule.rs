@@ -1,5 +1,6 @@
-//! The arithmetic of Prodigy's steps: the first half updates the moments and sums, the second half updates the
-//! variables.
+//! The arithmetic of the optimizer Prodigy, which estimates the distance from the initial values to the solution. The
+//! first half of a step updates the moments, and computes two sums of each variable; the sums of all variables give a
+//! new estimate. The second half updates the variables.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::Result;
@@ -18,8 +19,8 @@ pub(super) struct StepConfig {
     pub(super) dlr: f64,
 }
 
-/// The first half of a step, which updates the moments and computes the sums for the estimate. On a CUDA device, this
-/// rule's kernels do the whole step.
+/// The first half of a step on the CPU, which updates the moments and computes the sums for the estimate. On a CUDA
+/// device, this rule's kernels do the whole step.
 pub(super) struct Observe;
 
 /// The second half of a step on the CPU, which updates the variables.
@@ -44,7 +45,8 @@ impl Rule for Observe {
     const KERNELS: Option<Kernels<StepConfig>> = Some(Kernels {
         prepare: "whole",
         step: "prodigy_step",
-        // The sums of each variable, then one estimate from the sums of all variables.
+        // The sums, with a block of threads for each variable (false); then the estimate from the sums of all
+        // variables, with one block for all (true).
         before: &[("prodigy_observe", false), ("prodigy_estimate", true)],
         step_8bit: None,
         settings: |StepConfig { config, .. }| Settings {
@@ -66,6 +68,7 @@ impl Rule for Observe {
             ..Settings::default()
         },
     });
+    // The sums are those of a whole variable.
     const ELEMENTWISE: bool = false;
 
     fn validate(step_config: &StepConfig) -> Result<()> {
@@ -76,7 +79,7 @@ impl Rule for Observe {
         states(&step_config.config)
     }
 
-    /// Returns the number of f32 values that take the space of the variable's two sums, which are f64.
+    /// Returns the size of a variable's scratch memory on a CUDA device, in f32 values: its two f64 sums.
     fn scratch(_dims: &[usize]) -> usize {
         4
     }
@@ -92,6 +95,7 @@ impl Rule for Apply {
     const UPDATE: Update<StepConfig, f32> = apply::<f32>;
     const UPDATE_F64: Option<Update<StepConfig, f64>> = Some(apply::<f64>);
     const ELEMENTWISE: bool = false;
+    // The first half has counted the step.
     const COUNTS: bool = false;
 
     fn validate(step_config: &StepConfig) -> Result<()> {
@@ -114,8 +118,8 @@ fn observe<T: Real>(step_config: &StepConfig, step: u64, chunk: Chunk<'_, T>) {
     );
 }
 
-/// Updates the states of a variable, and writes two sums for the estimate to `chunk.sums`: the sum of `g * (p0 - p)`
-/// for the numerator, and the sum of the magnitudes of `s` for the denominator.
+/// Updates the states of a variable, and writes two sums over its sampled elements to `chunk.sums`: the sum of
+/// `g * (p0 - p)` for the estimate's numerator, and the sum of the magnitudes of `s` for the estimate's denominator.
 #[inline(always)]
 fn observe_elements<T: Real>(step_config: &StepConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let StepConfig { config, d, dlr } = step_config;

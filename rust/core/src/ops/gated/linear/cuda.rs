@@ -1,5 +1,6 @@
-//! Gated units whose kernels also add the low-rank products of the maps to the maps' results:
-//! `kernels/gated_low_rank.cu`.
+//! The CUDA form of gated units (SwiGLU) of linear maps with LoRA. A row of the maps' results has two halves: the
+//! features, then the gate. The kernels (`kernels/gated_low_rank.cu`) also compute the low-rank products, and add them
+//! to the halves.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::gated_low_rank::{SwigluLowRank16Backward, SwigluLowRank16Forward};
@@ -14,7 +15,7 @@ use crate::{Raw, Result};
 /// Number of columns of the result that a block of threads computes; also its number of threads.
 const BLOCK: usize = 256;
 /// Number of columns of the result that a warp computes.
-const WARP: usize = 32;
+const WARP_COLUMNS: usize = 32;
 /// Number of rows that a block of threads computes.
 const ROWS: usize = 128;
 
@@ -26,18 +27,19 @@ pub fn supports<'a>(dtype: DType, width: usize, products: impl Iterator<Item = L
     let mut count = 0;
     let fits = products.into_iter().all(|product| {
         let [first_column, columns] = product.columns;
+        let [_, product_rank] = product.ranks;
         count += 1;
         columns == width
             && (first_column == 0 || first_column == width)
-            && matches!(product.ranks[1], 16 | 32 | 64)
-            && *rank.get_or_insert(product.ranks[1]) == product.ranks[1]
+            && matches!(product_rank, 16 | 32 | 64)
+            && *rank.get_or_insert(product_rank) == product_rank
             && product.up.is_contiguous()
     });
-    fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
+    fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP_COLUMNS)
 }
 
-/// Applies the gated unit to the sum of y (rows, 2 n) and the late products (see [`Late`]). The result is (rows, n). To
-/// the kernel, `x` is y, and `y` is the result.
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products: those that are not added to y yet. The
+/// result is (rows, n). To the kernel, `x` is y, and `y` is the result.
 pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);
@@ -46,7 +48,7 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
         let (name, halves, shape) = prepare(late, rows, columns / 2)?;
         let function = gpu.named(&name, "_forward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, rows)?, count32(op, columns / 2)?);
-        // The kernels of all ranks have the same parameters.
+        // The kernels of all ranks have the same parameters, so the structure for rank 16 serves for each.
         let arguments = SwigluLowRank16Forward { x: input(op, y)?, y: output(op, &result)?, halves, rows, width };
         // SAFETY: the tensors are dense and of these sizes; `supports` has checked the sizes of the products.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
@@ -65,7 +67,7 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
         let function = gpu.named(&name, "_backward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, grad.dims()[0])?, count32(op, width)?);
         let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &grad_sum)?);
-        // The kernels of all ranks have the same parameters.
+        // The kernels of all ranks have the same parameters, so the structure for rank 16 serves for each.
         let arguments = SwigluLowRank16Backward { x, grad, dx, halves, rows, width };
         // SAFETY: as in `forward`.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
@@ -77,15 +79,16 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
 /// The result of the unit has `rows` rows and `width` columns.
 fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
+    // The features and the gate. A half without a product keeps null addresses.
     let mut halves = [LowRankHalf::default(); 2];
     let mut rank = 0; // the rank of all products
-    for LastProduct { up, columns, ranks, scale } in &late.products {
-        rank = ranks[1];
-        halves[columns[0] / width] = LowRankHalf {
-            hidden: address(op, &late.hidden.narrow(1, ranks[0], ranks[1])?)?,
+    for LastProduct { up, columns: [first_column, _], ranks: [first_rank, product_rank], scale } in &late.products {
+        rank = *product_rank;
+        halves[*first_column / width] = LowRankHalf {
+            hidden: address(op, &late.hidden.narrow(1, *first_rank, rank)?)?,
             up: address(op, up)?,
             hidden_row: count32(op, late.hidden.dims()[1])?,
-            up_row: count32(op, ranks[1])?,
+            up_row: count32(op, rank)?,
             scale: *scale as f32,
             unused: 0,
         };
