@@ -1,5 +1,5 @@
-// Elementary functions as accurate as the storage type needs: for f16 and bf16 they use the hardware's approximate exponential and
-// reciprocal.
+// Elementary functions as accurate as the storage type T needs: for f16 and bf16 they use the hardware's approximate exponential and
+// reciprocal. Arguments and results have the type Acc<T>: f64 if T is f64, otherwise f32.
 #pragma once
 
 #include <type_traits>
@@ -44,11 +44,13 @@ template <typename A> struct Normal {
 };
 
 template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x) {
+    // 1 / √(2π)
     constexpr Acc<T> INV_SQRT_TAU = static_cast<Acc<T>>(0.39894228040143267794);
     const Acc<T> bell = exponential<T>(Acc<T>(-0.5) * x * x);
     if constexpr (IS_HALF<T>) {
         // `tail` is the probability of a value above |x|: erfc(|x| / sqrt(2)) / 2. Abramowitz & Stegun, "Handbook of Mathematical
-        // Functions", 7.1.26, approximate erfc with an absolute error below 1.5e-7. The formula has the same exponential as the density.
+        // Functions", 7.1.26, approximate erfc with an absolute error below 1.5e-7. The formula has the same exponential as the density,
+        // `bell`. P is the formula's constant p, divided by sqrt(2) because the argument of erfc is |x| / sqrt(2).
         constexpr float P = 0.3275911f * 0.70710678118f;
         const float t = fast_reciprocal(fmaf(P, fabsf(x), 1.0f));
         float polynomial = 1.061405429f;
@@ -64,7 +66,8 @@ template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x)
     }
 }
 
-// Activations: `value` is f(x), `slope` is the derivative f'(x), and `both` sets its last two arguments to them.
+// Activations: `value` is f(x), `slope` is the derivative f'(x), and `both` sets its last two arguments to them. An activation
+// has those of these functions that kernels call.
 struct Silu {
     template <typename T> static __device__ __forceinline__ Acc<T> value(Acc<T> x) { return x * sigmoid<T>(x); }
     template <typename T> static __device__ __forceinline__ Acc<T> slope(Acc<T> x) {

@@ -82,6 +82,7 @@ struct HeadRows {
     }
 };
 
+// `places` is DenseRows or HeadRows: it returns the Place of a row.
 template <typename T, int N, bool INTERLEAVED, typename R>
 __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angles<Acc<T>> angles, T *y, Acc<T> *rstd,
                                         uint64_t rows, Acc<T> eps) {
@@ -136,7 +137,8 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
 }
 
 // One pack of a row in the backward pass. `normal` has the normalized pairs x̂ = x · rstd. After `load`, `grads` has u, which is grad
-// rotated back: the gradients of x̂·w. After `weigh`, `grads` has u·w, the gradients of x̂.
+// rotated back: the gradients of x̂·w. After `weigh`, `grads` has u·w, the gradients of x̂. `scale` is the row's rstd, or 1 without norm.
+// Without norm, x is null and `normal` is 0, so that dx = u·w.
 template <typename T, int N, bool INTERLEAVED> struct Slopes {
     using A = Acc<T>;
     Pairs<T, N, INTERLEAVED> grads, normal;
@@ -175,7 +177,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         return dot;
     }
 
-    // Writes dx, after `weigh`. `mean` is the mean of u·w·x̂ over the row, and `scale` is rstd.
+    // Writes dx, after `weigh`. `mean` is the mean of u·w·x̂ over the row.
     __device__ __forceinline__ void store(T *dx, uint32_t pair, uint32_t half, A mean, A scale) {
 #pragma unroll
         for (int side = 0; side < 2; side++)
@@ -228,6 +230,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     const uint32_t lane = threadIdx.x % lanes, team = threadIdx.x / lanes;
     const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
     const uint64_t last = rows < first + piece ? rows : first + piece;
+    // A piece has 2 · width = 4 · half elements in `partials`, of which the kernel writes the first `width`.
     A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 4 * half;
     for (uint32_t tile = blockIdx.x * lanes; tile < packs; tile += gridDim.x * lanes) {
         A sums[2][N] = {};
@@ -312,7 +315,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     }
 
 // The kernels rms_norm_rope_heads_*, with rows = batch · tokens · all_heads. They are launched like the kernels for dense rows. A row of
-// values has 1 in rstd.
+// values has 1 in rstd. WIDE is a power of two, so the bitwise or of the distances is a multiple of it if each distance is.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
                           y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \

@@ -1,7 +1,9 @@
 // Softmax, log-softmax and log-sum-exp over the last dimension.
 //
 // x and its gradient dx are (rows, len). y and its gradient grad are (rows) for log-sum-exp, and (rows, len) for the other two functions.
-// Launch of all kernels: over rows (rows.cuh).
+// Launch of all kernels: over rows (rows.cuh), where a team of threads works on a row. N is the number of elements in one access: WIDE<T>
+// (16 bytes) if the length and the addresses allow, otherwise 1. `LOG` selects log-softmax instead of softmax. `shared` is for sums over
+// the team.
 
 #include "softmax.cuh"
 
@@ -17,14 +19,15 @@ __device__ __forceinline__ void forward(const T *x, T *y, uint64_t rows, uint32_
         exponentials.join(shared);
         values.keep_narrow();
         const A largest = exponentials.largest;
-        const A scale = LOG ? log(exponentials.sum) : A(1) / exponentials.sum;
+        // Σ e^(x - largest), as its logarithm or as its inverse.
+        const A normalizer = LOG ? log(exponentials.sum) : A(1) / exponentials.sum;
         T *out = y + row * len;
         values.for_each([&](uint64_t at, const Pack<T, N> &pack) {
             A result[N];
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 const A d = widen(pack.values[i]) - largest;
-                result[i] = LOG ? d - scale : exponential<T>(d) * scale;
+                result[i] = LOG ? d - normalizer : exponential<T>(d) * normalizer;
             }
             store_pack(out + at, narrow_pack<T>(result));
         });
@@ -36,6 +39,7 @@ __device__ __forceinline__ void backward(const T *y, const T *grad, T *dx, uint6
     using A = Acc<T>;
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         Row<T, N> values(y + row * len, len), grads(grad + row * len, len);
+        // Σ g for log-softmax, Σ g·y for softmax.
         A sum = 0;
         values.for_each(grads, [&](uint64_t, const Pack<T, N> &pack, const Pack<T, N> &g) {
 #pragma unroll
@@ -49,8 +53,8 @@ __device__ __forceinline__ void backward(const T *y, const T *grad, T *dx, uint6
             A result[N];
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                const A y = widen(pack.values[i]), g_i = widen(g.values[i]);
-                result[i] = LOG ? g_i - exponential<T>(y) * sum : y * (g_i - sum);
+                const A y_i = widen(pack.values[i]), g_i = widen(g.values[i]);
+                result[i] = LOG ? g_i - exponential<T>(y_i) * sum : y_i * (g_i - sum);
             }
             store_pack(out + at, narrow_pack<T>(result));
         });
@@ -61,10 +65,12 @@ template <typename T, int N>
 __device__ __forceinline__ void logsumexp(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len, Acc<T> *shared) {
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * len;
+        // `true`: a positive infinity makes the sum infinite, not NaN.
         Exponentials<T, true> exponentials;
         for (uint64_t at = threadIdx.x * static_cast<uint64_t>(N); at < len; at += blockDim.x * N)
             exponentials.add(load_pack<N>(start + at));
         exponentials.join(shared);
+        // `sum` is Σ e^(x - reference), where the reference is `largest`, or 0 if that is infinite.
         const Acc<T> result = log(exponentials.sum) + exponentials.reference(exponentials.largest);
         if (threadIdx.x > 0) continue;
         exact[row] = result;
@@ -77,6 +83,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
                                                    uint32_t len) {
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * len;
+        // A row of -∞ has x - shift = -∞, and thus dx = 0, where x - exact would be NaN.
         const Acc<T> g = widen(grad[row]), shift = exact[row] == -infinity<Acc<T>>() ? Acc<T>(0) : exact[row];
         for (uint64_t at = threadIdx.x * static_cast<uint64_t>(N); at < len; at += blockDim.x * N) {
             const auto pack = load_pack<N>(start + at);

@@ -130,6 +130,7 @@ impl Form {
                 Ok(Tensor::from_raw(&last.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
+            // In the tensor, each of the `half` row numbers of a head has a row of both halves.
             Self::Interleaved { heads } => transposed_in_heads(stored, |half| [heads, half, 2]),
         }
     }
@@ -144,6 +145,7 @@ impl Form {
     /// # Errors
     /// [`Error::Argument`] if `parts` is empty; the errors of the tensor operations.
     pub fn write(parts: &[(Self, Tensor)]) -> Result<Tensor> {
+        // Only a tensor of the form `Rows` contains several parameters, all of that form.
         let [(form, parameter), ..] = parts else {
             return Err(Error::argument("save", "there is no parameter to write"));
         };
@@ -167,6 +169,7 @@ impl Form {
                 Tensor::cat(&[&earlier, &parameter.unsqueeze(2)?], 2)
             }
             Self::Swapped => swapped(parameter),
+            // In the parameter, each of the two halves of a head has `half` rows.
             Self::Interleaved { heads } => transposed_in_heads(parameter, |half| [*heads, 2, half]),
         }
     }
@@ -176,7 +179,7 @@ impl Form {
 /// number of rows in half a head and returns the sizes of the three dimensions.
 fn transposed_in_heads(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
-    // The number of heads does not depend on the argument.
+    // The number of heads does not depend on the argument, so any argument gives it.
     let heads = sizes(0)[0];
     let [heads, outer, inner] = sizes(dims[0] / heads / 2);
     let columns = dims[1..].iter().product::<usize>();

@@ -1,4 +1,5 @@
-//! Tests of the common behaviour of all optimizers: groups, states, dtypes, flat buffers, threads, errors.
+//! Tests of the common behaviour of all optimizers: groups, states, dtypes, variables in one flat buffer, threads,
+//! errors.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
@@ -6,6 +7,9 @@ use trainable_candle_nn::optim::{
     Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, StatePlace, Value,
     clip_grad_norm_,
 };
+
+/// Without a seed, bf16 variables are not rounded stochastically.
+const NO_SEED: Option<u64> = None;
 
 /// `n` values in [-1, 1] that depend on `seed` and are the same on every machine.
 fn wave(n: usize, seed: usize) -> Vec<f32> {
@@ -32,7 +36,7 @@ fn optimizers(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
         "SGD" => vec![("lr", Value::Number(0.01)), ("momentum", Value::Number(0.9))],
         _ => vec![("lr", Value::Number(0.01)), ("weight_decay", Value::Number(0.1))],
     };
-    KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))], None).unwrap()).collect()
+    KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))], NO_SEED).unwrap()).collect()
 }
 
 /// Takes the `steps`, with gradients that depend on the index of the step and of the variable.
@@ -45,7 +49,7 @@ fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     }
 }
 
-/// Three variables: two that fit into one chunk of an update, and one that does not.
+/// Three variables: two that fit into one chunk of an elementwise update (8192 elements), and one that does not.
 fn variables(dtype: DType) -> Vec<Var> {
     let sizes = [5000, 300, 70_000];
     (0..3).map(|i| Var::from_tensor(&tensor(sizes[i], i, dtype)).unwrap()).collect()
@@ -60,8 +64,10 @@ fn a_loop_of_backward_and_step_finds_the_minimum() -> Result<()> {
     let x = Var::new(vec![3f32, -2.0], &Device::Cpu)?;
     for (index, mut opt) in optimizers(std::slice::from_ref(&x)).into_iter().enumerate() {
         x.set(&Tensor::new(vec![3f32, -2.0], &Device::Cpu)?)?;
+        // The minimum of x² is at 0.
         for _ in 0..1500 {
-            let grads = (&*x * &*x)?.backward_with(Some(&Tensor::ones(2, DType::F32, &Device::Cpu)?), false)?;
+            let (ones, retain_graph) = (Tensor::ones(2, DType::F32, &Device::Cpu)?, false);
+            let grads = (&*x * &*x)?.backward_with(Some(&ones), retain_graph)?;
             opt.step(&grads)?;
         }
         assert!(x.grad().is_none(), "step() clears the gradients it has used");
@@ -120,16 +126,18 @@ fn f16_and_bf16_variables_are_rounded_master_values() {
 fn setting_a_variable_replaces_its_master_values() -> Result<()> {
     let x = Var::zeros(4, DType::BF16, &Device::Cpu)?;
     let mut opt = SGD::new(vec![x.clone()], 1.0)?;
+    // The first step creates the f32 master values.
     train(&mut opt, 0..1);
     x.set(&Tensor::full(8.0, 4, DType::BF16, &Device::Cpu)?)?;
     x.set_grad(&Tensor::full(1.0, 4, DType::BF16, &Device::Cpu)?)?;
     opt.step_all()?;
+    // The value 8 minus the learning rate 1 times the gradient 1.
     assert_eq!(values(&x), [7.0; 4]);
     Ok(())
 }
 
 #[test]
-fn variables_without_a_gradient_do_not_change_count_no_step_and_get_no_states() -> Result<()> {
+fn variables_without_a_gradient_keep_their_values_and_step_counts_and_get_no_states() -> Result<()> {
     for flat in [false, true] {
         let start = [tensor(3, 0, DType::F32), tensor(5, 1, DType::F32), tensor(7, 2, DType::F32)];
         let params = if flat {
@@ -181,7 +189,7 @@ fn groups_keep_their_own_hyper_parameters() -> Result<()> {
 }
 
 #[test]
-fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
+fn a_backward_pass_that_reads_variables_saved_before_a_step_is_an_error() -> Result<()> {
     for flat in [false, true] {
         let start = [tensor(3, 0, DType::F32), tensor(3, 1, DType::F32)];
         let params = if flat {
@@ -227,7 +235,10 @@ fn clipping_does_not_change_gradients_read_before_it() -> Result<()> {
     let x = var(4, 0);
     x.set_grad(&Tensor::full(3.0, 4, DType::F32, &Device::Cpu)?)?;
     let before = x.grad().unwrap();
-    assert_eq!(clip_grad_norm_(std::slice::from_ref(&x), 3.0, NormType::L2, true)?.item()?, 6.0);
+    // The norm is √(4 · 3²) = 6, so clipping to 3 halves the gradients.
+    let (max_norm, error_if_nonfinite) = (3.0, true);
+    let norm = clip_grad_norm_(std::slice::from_ref(&x), max_norm, NormType::L2, error_if_nonfinite)?;
+    assert_eq!(norm.item()?, 6.0);
     assert_eq!(values(&before), [3.0; 4]);
     assert!(values(&x.grad().unwrap()).iter().all(|g| (g - 1.5).abs() < 1e-6));
     Ok(())
@@ -241,6 +252,7 @@ fn the_norm_without_gradients_is_0() -> Result<()> {
 
 #[test]
 fn non_finite_norms_are_errors_on_request_and_otherwise_returned() -> Result<()> {
+    // The last argument of `clip_grad_norm_` is `error_if_nonfinite`.
     let x = var(4, 0);
     x.set_grad(&Tensor::new(vec![1f32, f32::INFINITY, 0.0, 0.0], &Device::Cpu)?)?;
     let error = clip_grad_norm_(std::slice::from_ref(&x), 1.0, NormType::L2, true).unwrap_err();
@@ -275,6 +287,7 @@ fn on_the_cpu_the_place_of_states_changes_nothing() -> Result<()> {
         let mut opt = optimizers(&expected).swap_remove(number);
         let mut placed = optimizers(&found).swap_remove(number);
         placed.place_states(StatePlace::Host)?;
+        // On the CPU, states are created only in the first step.
         assert_eq!(placed.state_bytes(), 0);
         train(&mut *opt, 0..2);
         train(&mut *placed, 0..2);
@@ -305,7 +318,8 @@ fn wrong_arguments_are_errors_that_name_the_optimizer() {
 fn adam_takes_f64_variables_and_adam8bit_rejects_them() {
     let f64_var = || Var::zeros(2, DType::F64, &Device::Cpu).unwrap();
     assert!(Adam::new(vec![f64_var()], 0.1).is_ok());
-    let error = Adam8bit::new(vec![f64_var()], 0.1, 0.0).map(|_| ()).unwrap_err();
+    let (lr, weight_decay) = (0.1, 0.0);
+    let error = Adam8bit::new(vec![f64_var()], lr, weight_decay).map(|_| ()).unwrap_err();
     assert!(matches!(error, Error::DType { .. }) && error.to_string().starts_with("Adam8bit: "), "{error}");
 }
 
@@ -342,7 +356,9 @@ fn load_state_dict_rejects_an_entry_whose_index_is_not_in_its_usual_form() -> Re
 fn an_unknown_setting_or_a_value_of_another_type_is_an_error_that_names_the_setting() {
     for kind in KINDS {
         for setting in [("speed", Value::Number(1.0)), ("lr", Value::Switch(true))] {
-            let Err(error) = kind.build(vec![(vec![var(3, 0)], vec![setting])], None) else { panic!("{}", kind.name) };
+            let Err(error) = kind.build(vec![(vec![var(3, 0)], vec![setting])], NO_SEED) else {
+                panic!("{}", kind.name)
+            };
             assert!(matches!(error, Error::Argument { .. }), "{error}");
             assert!(error.to_string().starts_with(&format!("{}: found {} = ", kind.name, setting.0)), "{error}");
         }

@@ -16,8 +16,9 @@ impl Version {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Counts a change of the value.
+    /// Counts a change of the value, and again after each replay of the function that is being captured, if any.
     pub(crate) fn bump(self: &Arc<Self>) {
+        // Counts the change now; `note_version` has replays call `repeat` again.
         self.repeat();
         note_version(|| Box::new(self.clone()));
     }
@@ -51,7 +52,8 @@ impl Follower {
         self.version() == version.get()
     }
 
-    /// Marks the derived value as up to date with `version`.
+    /// Marks the derived value as up to date with `version`, and again after each replay of the function that is being
+    /// captured, if any.
     pub(crate) fn follow(&self, version: &Arc<Version>) {
         let following = Following(self.clone(), version.clone());
         following.repeat();
@@ -68,6 +70,7 @@ impl Repeat for Following {
     }
 
     fn is_last(&self) -> bool {
+        // False if the variable has changed after this update.
         self.0.is_at(&self.1)
     }
 
@@ -84,13 +87,15 @@ mod tests {
     #[test]
     fn replays_advance_versions_and_the_followers_that_are_up_to_date() {
         let (version, [current, outdated]) = (Arc::new(Version::default()), [Follower::default(), Follower::default()]);
-        let run = Run::begin(true).unwrap();
+        let capturing = true;
+        let run = Run::begin(capturing).unwrap();
         outdated.follow(&version);
         version.bump();
         version.bump();
         current.follow(&version);
         let effects = run.finish();
         assert_eq!((version.get(), current.version(), outdated.version()), (2, 2, 0));
+        // What follows a replay: both changes of the variable together count as one.
         effects.after();
         assert_eq!((version.get(), current.version(), outdated.version()), (3, 3, 0));
     }
@@ -100,7 +105,8 @@ mod tests {
         let (version, follower) = (Arc::new(Version::default()), Follower::default());
         version.bump();
         follower.follow(&version);
-        let run = Run::begin(false).unwrap();
+        let capturing = false;
+        let run = Run::begin(capturing).unwrap();
         version.bump();
         follower.follow(&version);
         let effects = run.finish();

@@ -1,7 +1,9 @@
 //! Elementwise functions of one, two and three tensors.
 //!
 //! Results are contiguous and have the dtype of the operands, except those of [`cast`]. The operands of one function
-//! must have the same dtype, and broadcast by numpy's rules.
+//! must have the same dtype, and broadcast by numpy's rules. f16 and bf16 are computed in f32: `to_acc` converts an
+//! element to the type of arithmetic, `from_acc` rounds the result. A transposed operand is copied first, because
+//! reading it in place would be slow.
 
 use std::mem::MaybeUninit;
 
@@ -239,7 +241,8 @@ fn map<S: Elem, D: Elem, const K: usize>(
     if len > 0 {
         let mut views = [const { None }; K];
         for (view, operand) in views.iter_mut().zip(operands) {
-            *view = Some(View::new(elements::<S>(operand)?, operand.1, dims));
+            let (_, layout) = operand;
+            *view = Some(View::new(elements::<S>(operand)?, layout, dims));
         }
         let views = views.map(|view| view.expect("each view is made above"));
         map_views(&views, &mut result.spare_capacity_mut()[..len], kernel);
@@ -264,6 +267,7 @@ fn map_views<S: Elem, D: Elem, const K: usize>(
         });
         return;
     }
+    // Blocks of the views that are not contiguous are gathered into buffers first.
     par_chunks_mut(out, GRAIN, |index, out| {
         let mut blocks = views.each_ref().map(Blocks::new);
         let mut start = index * GRAIN;
@@ -298,6 +302,7 @@ mod tests {
     struct MulAdd;
 
     impl Ternary for MulAdd {
+        // There is no such kernel; the function runs only on the CPU.
         const KERNEL: &'static str = "";
 
         #[inline(always)]
@@ -391,7 +396,7 @@ mod tests {
         let x = from_vec(vec![half::f16::from_f32_const(300.0)], 1);
         let one = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
-        /// Equals a, although a * a overflows f16.
+        /// Equals a if b is 1, although a * a overflows f16. b cancels; a binary function must use it.
         struct SquareOverItself;
         impl Binary for SquareOverItself {
             const KERNEL: &'static str = "";

@@ -282,6 +282,7 @@ fn pool() -> Option<Arc<rayon::ThreadPool>> {
                 return Some(pool);
             }
         }
+        // A thread panicked while it held the lock. The pool is replaced in one step, so it is intact.
         Err(TryLockError::Poisoned(_)) => {}
         Err(TryLockError::WouldBlock) => return None,
     }
@@ -308,12 +309,12 @@ pub(crate) mod tests {
     /// Returns the results of `f` with 1 and with `n` threads.
     pub(crate) fn with_1_and_n_threads<R>(n: usize, f: impl Fn() -> R) -> (R, R) {
         let _guard = CHANGING_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = num_threads();
+        let previous = num_threads();
         set_num_threads(1).unwrap();
         let one = f();
         set_num_threads(n).unwrap();
         let many = f();
-        set_num_threads(before).unwrap();
+        set_num_threads(previous).unwrap();
         (one, many)
     }
 
@@ -357,6 +358,7 @@ pub(crate) mod tests {
         let (_, threads) = with_1_and_n_threads(4, || {
             let ids = Mutex::new(std::collections::HashSet::new());
             par_ranges(64, 1, |_| {
+                // Gives the other threads time to wake up and take a piece.
                 std::thread::sleep(std::time::Duration::from_millis(1));
                 ids.lock().unwrap().insert(std::thread::current().id());
                 par_ranges(16, 4, |r| assert_eq!(r.len(), 4));

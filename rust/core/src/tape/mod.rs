@@ -1,4 +1,5 @@
-//! The autograd tape: operations record nodes, and a backward pass visits the nodes in reverse order of creation.
+//! The autograd tape: operations record nodes, and a backward pass visits the nodes in reverse order of creation. The
+//! nodes from which a tensor was computed are its graph.
 //!
 //! Three rules keep the tape small and safe. A node saves only the values that its backward pass reads. A backward
 //! pass, and the drop of a graph, visit the nodes without recursion, so graphs may have any depth. If a saved variable

@@ -103,6 +103,7 @@ impl Sampling {
             // The last token that is kept is the one with which the sum reaches the bound.
             while sum < bound && kept_count < ids.len() {
                 if kept_count == sorted {
+                    // Each further round sorts three times as many tokens as are sorted already.
                     sorted = sort_highest(&mut ids, sorted, SORTED_FIRST.max(3 * sorted), scores);
                 }
                 sum += weight(ids[kept_count]);
@@ -175,6 +176,7 @@ mod tests {
         // too.
         assert_near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
         assert_near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
+        // 0.29 · 0.5 = 0.145 excludes only the token with the probability 0.1.
         assert_near(
             &shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores),
             &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0],
@@ -210,8 +212,11 @@ mod tests {
     #[test]
     fn the_penalty_makes_tokens_of_the_text_less_likely() {
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
+        // The scores become 1, 1.5, 2.
         assert_eq!(penalty.choose(&mut [1.0, 3.0, 2.0], &[1, 1], 0.0).unwrap(), 2);
+        // The scores become -2, -2, -3.8. Of equal scores, the first is chosen.
         assert_eq!(penalty.choose(&mut [-1.0, -2.0, -1.9], &[0, 2], 0.0).unwrap(), 0);
+        // The scores become -2, -1.5, -3.8.
         assert_eq!(penalty.choose(&mut [-1.0, -1.5, -1.9], &[0, 2], 0.0).unwrap(), 1);
     }
 

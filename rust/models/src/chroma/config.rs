@@ -31,7 +31,8 @@ pub struct ChromaConfig {
     /// For each position axis, the even number of features of a head that the axis rotates. The sum is
     /// `attention_head_dim`.
     pub axes_dims_rope: Vec<usize>,
-    /// Number of input features from which the approximator computes a row of the modulation table; a multiple of 8.
+    /// Number of input features from which the approximator computes a row of the modulation table; a multiple of 8,
+    /// because an eighth are sines of the time and an eighth cosines.
     pub approximator_num_channels: usize,
     /// Number of features of the approximator's hidden layers.
     pub approximator_hidden_dim: usize,
@@ -61,6 +62,7 @@ impl Configuration for ChromaConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let default = Self::default();
         let mut fields = Fields::new(ChromaTransformer::CLASS_NAME, map);
+        // Squares of 2 × 2 latent pixels are made tokens before the transformer, so its patch is 1 token.
         fields.only(&[("patch_size", json!(1))])?;
         let in_channels = fields.size("in_channels", Some(default.in_channels))?;
         let has_axes = map.contains_key("axes_dims_rope");
@@ -88,6 +90,7 @@ impl Configuration for ChromaConfig {
             "_class_name": ChromaTransformer::CLASS_NAME,
             "patch_size": 1,
             "in_channels": self.in_channels,
+            // null stands for `in_channels`.
             "out_channels": (self.out_channels != self.in_channels).then_some(self.out_channels),
             "num_layers": self.num_layers,
             "num_single_layers": self.num_single_layers,

@@ -1,5 +1,11 @@
-//! The positions of tokens, and masks of text tokens. Both are computed on the device, so that a recorded forward pass
-//! copies nothing from the host.
+//! The positions of Z-Image's tokens, and masks of its text tokens. Both are computed on the device, so that a
+//! recorded forward pass copies nothing from the host.
+//!
+//! A position has three coordinates, the axes: time, row and column. All tokens of an image have the same time; the
+//! tokens of a text have different times, and row and column 0. Padding of an image is at 0 on every axis.
+//!
+//! In shapes, B is the batch, L the number of a text's tokens with its padding, and S the number of all tokens: those
+//! of the image with its padding, then those of the text.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
@@ -16,7 +22,8 @@ pub(super) struct Positions {
     axes_lens: Vec<usize>,
     /// The numbers 0, 1, 2, …, N - 1: (N) in f64.
     numbers: Tensor,
-    /// For each of these numbers, the largest multiple of 32 that does not exceed it: (1, N) in f32.
+    /// For each of these numbers, the start of its block of 32, the largest multiple of 32 that does not exceed it:
+    /// (1, N) in f32.
     starts: Tensor,
 }
 
@@ -104,7 +111,7 @@ impl Positions {
     }
 
     /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. The texts have `lengths (B)` tokens
-    /// without their padding, and L = `text` tokens each with it.
+    /// without their padding, and L = `text` tokens with it.
     pub fn own_tokens(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)

@@ -44,6 +44,7 @@ impl Default for CAMEConfig {
 /// made smaller.
 pub type CAME = Stepper<CAMERule>;
 
+// The 5: the reference implementation takes so many hyper-parameters by position.
 registered!(
     CAMERule,
     "CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor with smaller steps where successive \
@@ -61,6 +62,7 @@ impl Rule for CAMERule {
     const UPDATE: Update<CAMEConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<CAMEConfig, f64>> = Some(update::<f64>);
     const KERNELS: Option<Kernels<CAMEConfig>> = Some(Kernels {
+        // The kernel `whole_prepare` begins a step, and no other kernel runs before `came_step`.
         prepare: "whole",
         step: "came_step",
         before: &[],
@@ -108,7 +110,7 @@ impl Rule for CAMERule {
     }
 
     fn scratch(dims: &[usize]) -> usize {
-        // For each matrix, the means of both averages of its rows.
+        // On a CUDA device the kernel stores, for each matrix, the mean of each of the two averages of rows.
         2 * matrices(dims)
     }
 

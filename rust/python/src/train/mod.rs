@@ -1,4 +1,4 @@
-//! Training objectives, the noise schedule of diffusion models, and samplers.
+//! Python bindings of training objectives, the noise schedule of diffusion models, and samplers.
 
 mod diffusion;
 mod flow;

@@ -7,9 +7,10 @@ use crate::cuda::launch::{Const, Mut, byte_suffix, empty};
 use crate::cuda::strided::{Member, strided};
 use crate::{Raw, Result};
 
-/// `a` where `mask` is not 0, else `b`. The operands broadcast to `dims`.
+/// `a` where `mask` (u8) is not 0, else `b`. The operands broadcast to `dims`; `a` and `b` have one dtype.
 pub(super) fn select(op: &'static str, mask: &Raw, a: &Raw, b: &Raw, dims: &[usize]) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
+    // The kernel only copies elements, so there is one kernel for each size of an element.
     let function = gpu.function(&SELECT, byte_suffix(a.dtype()))?;
     let y = empty(op, gpu, dims, a.dtype())?;
     if y.elem_count() > 0 {

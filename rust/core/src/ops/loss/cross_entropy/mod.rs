@@ -29,11 +29,11 @@ pub const IGNORE_INDEX: i64 = -100;
 /// evenly over all classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a scalar.
 ///
 /// # Errors
-/// [`Error::Shape`] if `logits` is a scalar or `targets` does not have its shape without the last dimension,
-/// [`Error::Index`] if a target is out of range, [`Error::DType`] if the logits are not floating point or the targets
-/// neither i64 nor u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if
-/// `label_smoothing` is out of range. On CUDA a target out of range makes the loss of its row NaN, and the next
-/// function that reads a value or waits for the device returns the error.
+/// [`Error::Shape`] if `logits` is a scalar, or if the shape of `targets` is not that of `logits` without the last
+/// dimension, [`Error::Index`] if a target is out of range, [`Error::DType`] if the logits are not floating point or
+/// the targets neither i64 nor u32, [`Error::Device`] if logits and targets are on different devices,
+/// [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss of its row
+/// NaN, and the next function that reads a value or waits for the device returns the error.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
