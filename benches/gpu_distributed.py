@@ -9,12 +9,12 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. The time of a sum of f32 vectors includes
 everything that a step waits for.
 
-With `--stream 57`, the script trains Flux alone, and on all GPUs alone. It keeps 57 blocks in host
-memory: one copy for all processes or, with `--apart`, one copy for each process. It prints the time
-of a step, the peak memory of a GPU, the host memory of each process (Pss, which divides shared
-memory among the processes that share it), and by how much loading reduced the free memory of the
-machine. With `--peers`, it measures this twice: with the blocks in host memory, and with the blocks
-in slices on the GPUs.
+With `--stream 57`, the script trains only Flux, and only on all GPUs: it compares nothing with one
+GPU. It keeps 57 blocks, all that Flux.1 has, in host memory: one copy for all processes or, with
+`--apart`, one copy for each process. It prints the time of a step, the peak memory of a GPU, the
+host memory of each process (Pss, which divides shared memory among the processes that share it),
+and by how much loading reduced the free memory of the machine. With `--peers`, it measures this
+twice: with the blocks in host memory, and with a slice of the blocks on each GPU.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -49,7 +49,9 @@ from trainable_candle.train import Callback, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# The rank of the LoRA, the side of the latents of 1024 px, and the number of SDXL's text tokens.
 RANK, LATENT, TOKENS = 16, 128, 77
+# The number of f32 values in a sum of each size. 170 MB are the gradients of SDXL's adapter.
 SIZES = {"1 kB": 256, "47 MB": 11_750_000, "93 MB": 23_250_000, "170 MB": 42_600_000}
 
 
@@ -73,7 +75,7 @@ class Times(Callback):
 
 
 class Network(NamedTuple):
-    """A model of random weights with its adapter, and the loss of a batch."""
+    """The adapter of a model of random weights, the inputs of a batch, and the loss of inputs."""
 
     adapter: tc.AdapterSet
     inputs: Callable[[int], dict[str, tc.Tensor]]
@@ -187,9 +189,10 @@ def train(
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
     """By size, milliseconds of a single sum, and of each sum in a series that is queued at once."""
     found = {}
-    in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20  # see `timed`
+    in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20  # few between machines; see `timed`
     for name, count in SIZES.items():
         vector = {"one": tc.Var(tc.zeros((count,), device=device))}
+        # Numbers that `Trainer` sums together with the gradients, such as the loss.
         tail = tc.zeros((3,), dtype="f64", device=device)
         found[name] = (timed(group, vector, tail, 1), timed(group, vector, tail, in_a_row))
     return found
@@ -213,7 +216,7 @@ def child(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     world = from_environment()
     device = "cuda" if world is None else world.device(tc.cuda.device_count())
-    group = make_group(world, device, {})
+    group = make_group(world, device, facts={})  # no settings that must be equal in all processes
     result: dict[str, Any] = {"join": time.perf_counter() - started}
     if options.sums and world is not None:
         result["sums"] = sums(group, device)
@@ -266,16 +269,16 @@ def start(
 
 def streamed(options: argparse.Namespace) -> None:
     """Train Flux on all GPUs, with blocks in host memory or in slices on the GPUs."""
-    found = start(options.gpus, options, options.steps, 1, with_sums=False)
+    found = start(options.gpus, options, options.steps, accumulation=1, with_sums=False)
     copies = "one copy for each process" if options.apart else "one copy for all"
     copies = "in slices on the GPUs" if options.peers else copies
     print(
         f"{options.stream} blocks, {copies}: {found[0]['ms']:.1f} ms a step, loaded in "
         f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB a GPU"
     )
-    each = ", ".join(f"{one['host'] / 2**30:.2f}" for one in found)
+    host = ", ".join(f"{result['host'] / 2**30:.2f}" for result in found)
     print(
-        f"host memory of each process: {each} GiB; loading took "
+        f"host memory of each process: {host} GiB; loading took "
         f"{found[0]['taken'] / 2**30:.2f} GiB of the machine"
     )
     print(f"losses: {found[0]['losses'][:3]}")
@@ -301,14 +304,14 @@ def main() -> None:
         for peers in (False, True) if options.peers else (False,):
             streamed(argparse.Namespace(**{**vars(options), "peers": peers}))
         return
-    several = start(options.gpus, options, options.steps, 1, with_sums=True)
+    several = start(options.gpus, options, options.steps, accumulation=1, with_sums=True)
     first = several[0]
     print(
         f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
     )
     for name, (alone, in_a_row) in first["sums"].items():
         print(f"sum of {name}: {alone:.3f} ms alone, {in_a_row:.3f} ms in a row")
-    one = start(1, options, options.steps, 1, with_sums=False)[0]
+    one = start(1, options, options.steps, accumulation=1, with_sums=False)[0]
     ratio = options.gpus * one["ms"] / first["ms"]
     print(
         f"step: {one['ms']:.2f} ms on one GPU, {first['ms']:.2f} on {options.gpus}: {ratio:.3f} x"
@@ -317,7 +320,7 @@ def main() -> None:
     same = len({(tuple(each["losses"]), each["parameters"]) for each in several}) == 1
     print(f"losses and parameters equal on all GPUs: {same}")
     steps = min(30, options.steps)
-    accumulated = start(1, options, steps, options.gpus, with_sums=False)[0]["losses"]
+    accumulated = start(1, options, steps, accumulation=options.gpus, with_sums=False)[0]["losses"]
     pairs = zip(accumulated, first["losses"], strict=False)
     difference = max(abs(a - b) / abs(a) for a, b in pairs)
     print(

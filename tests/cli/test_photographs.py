@@ -1,4 +1,4 @@
-"""The built-in SDXL trains on photographs, as in `examples/04_sdxl_from_pictures.py`."""
+"""The package's tiny SDXL trains on photographs, as in `examples/04_sdxl_from_pictures.py`."""
 
 import random
 import signal
@@ -76,12 +76,13 @@ def run_checked(arguments: list[str], program: Sequence[str] = PROGRAM) -> str:
 def test_photographs_are_learned(tmp_path: Path) -> None:
     """The validation loss falls by more than a quarter, and previews change visibly.
 
-    Noise and timesteps are the same in each validation.
+    Validation is on the training images, with the same noise and timesteps each time.
     """
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
     run_checked(training(output, 150, cache="memory", **validation, **previews))
+    # Guards against a test on a few images only.
     assert len(list(PHOTOGRAPHS.glob("*.jpg"))) >= 20
     rows = [row for row in read_json_log(output / "train.jsonl") if "validation_loss" in row]
     assert [row["step"] for row in rows] == [0, 75, 150]
@@ -91,7 +92,7 @@ def test_photographs_are_learned(tmp_path: Path) -> None:
     for step in (0, 150):
         with Image.open(output / "samples" / f"step-{step:06}.png") as image:
             drawn.append(np.asarray(image).astype(float))
-    assert np.abs(drawn[0] - drawn[1]).mean() > 5
+    assert np.abs(drawn[0] - drawn[1]).mean() > 5  # of 255
 
 
 @pytest.mark.slow

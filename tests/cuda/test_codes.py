@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+# `calls` replaces the words in capitals.
 SNIPPET = """
     tc.set_w8a8(True)
     weight = tc.quantize(tc.randn((OUT, 64)), "FORMAT").to("cuda")
@@ -35,10 +36,11 @@ def calls(cuda: Any, **constants: str) -> dict[str, tuple[list[str], list[tuple[
     for name, value in {"OUT": "48", **constants}.items():
         code = code.replace(name, value)
     run = cuda.run(code)
+    # The simulated libraries reject no call.
     assert run.of("refused") == []
     found = {}
     for part in ("forward", "backward"):
-        of_part = run.after(part)
+        of_part = run.after(part)  # up to the next mark
         words = ("codes", "quantize", "sums")
         kernels = [name for name in of_part.launches if any(word in name for word in words)]
         fields = ("m", "n", "k", "types", "epilogue", "fast")
@@ -52,7 +54,7 @@ def calls(cuda: Any, **constants: str) -> dict[str, tuple[list[str], list[tuple[
 def test_cublaslt_scales_products_of_e4m3(cuda: Any, dtype: str, types: str, rows: str) -> None:
     found = calls(cuda, FORMAT="fp8", DTYPE=dtype, ROWS=rows)
     # The epilogue 4 adds the bias; the epilogue 1 does nothing. Fast accumulation is for sums of a
-    # forward pass that are short and rounded to bf16.
+    # forward pass that have at most 1280 terms (here k = 64) and are rounded to bf16.
     fast = "1" if dtype == "bf16" else "0"
     products = [("48", rows, "64", types, "4", fast)]
     assert found["forward"] == ([f"quantize_rows_{dtype}"], products)
@@ -61,8 +63,9 @@ def test_cublaslt_scales_products_of_e4m3(cuda: Any, dtype: str, types: str, row
 
 
 def test_a_kernel_multiplies_e4m3_if_its_tiles_fill_the_gpu(cuda: Any) -> None:
-    # The GPU has 132 multiprocessors. The forward pass has 8 x 16 tiles of 128 x 80 results, the
-    # backward pass 8 x 1.
+    # The GPU has 132 multiprocessors, each of which computes a tile of 128 x 80 results. The 1000 x
+    # 1280 results of the forward pass are 8 x 16 tiles, nearly as many as multiprocessors. The
+    # 1000 x 64 results of the backward pass are only 8 x 1, so cuBLASLt multiplies there.
     found = calls(cuda, FORMAT="fp8", DTYPE="bf16", ROWS="1000", OUT="1280")
     kernels = ["quantize_rows_bf16", "product_of_codes_e4m3_n80_bf16"]
     assert found["forward"] == (kernels, [])
@@ -71,7 +74,7 @@ def test_a_kernel_multiplies_e4m3_if_its_tiles_fill_the_gpu(cuda: Any) -> None:
 
 
 def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
-    # The products round the 77 rows up to 80.
+    # The products round the 77 rows up to 80, a multiple of 16.
     found = calls(cuda, FORMAT="fp8", DTYPE="f32", ROWS="77")
     kernels = ["quantize_rows_f32", "scale_sums_f32"]
     assert found["forward"] == (kernels, [("48", "80", "64", TO_F32, "1", "0")])

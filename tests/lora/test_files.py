@@ -71,7 +71,9 @@ def test_the_resize_command_writes_the_nearest_changes_of_the_rank(
         u, s, vt = np.linalg.svd(change, full_matrices=False)
         np.testing.assert_allclose(changes(output)[name], (u[:, :2] * s[:2]) @ vt[:2], atol=5e-3)
     metadata = read_metadata(output)
+    # The new factors include the old scale, so alpha equals the rank.
     assert (metadata["ss_network_dim"], metadata["ss_network_alpha"]) == ("2", "2")
+    # The hash was that of the old tensors.
     assert "sshs_model_hash" not in metadata
 
 
@@ -98,6 +100,7 @@ def test_the_combine_command_sums_the_changes_of_files(
     for name, change in changes(output).items():
         expected = 0.5 * changes(one)[name] - 2 * changes(other)[name]
         np.testing.assert_allclose(change, expected, atol=1e-5)
+    # The ranks 4 and 2 add up.
     assert "ranks up to 6" in capsys.readouterr().out
 
 
@@ -171,9 +174,10 @@ def test_one_layer_under_two_names_cannot_be_combined(
             path,
         )
         files.append(LoraFile.read(path))
+    scales = [1, 1]
     with pytest.raises(ArgumentError, match=rf"names of different styles \({message}\)"):
-        combine(files, [1, 1])
-    assert len(combine([files[0], files[0]], [1, 1]).modules) == 2
+        combine(files, scales)
+    assert len(combine([files[0], files[0]], scales).modules) == 2
 
 
 def test_files_with_different_styles_of_names_cannot_be_combined(tmp_path: Path) -> None:
@@ -182,9 +186,10 @@ def test_files_with_different_styles_of_names_cannot_be_combined(tmp_path: Path)
         tc.save_file(tensors, tmp_path / f"{name}.safetensors")
     a, b = (LoraFile.read(tmp_path / f"{name}.safetensors") for name in "ab")
     with pytest.raises(
-        ArgumentError, match=r"different styles .*give them to `trainable-candle sam"
+        ArgumentError, match=r"different styles .*give them to `trainable-candle sample`"
     ):
         combine([a, b], [1, 1])
+    # Kohya's format has `lora_down` and `lora_up`, too.
     path = kohya(tmp_path / "c.safetensors")
     with pytest.raises(ArgumentError, match="names of different styles"):
         combine([LoraFile.read(path), b], [1, 1])
@@ -194,6 +199,7 @@ def test_files_with_different_styles_of_names_cannot_be_combined(tmp_path: Path)
 def test_metadata_may_be_null_or_hold_numbers(
     entries: str, expected: dict[str, str], tmp_path: Path
 ) -> None:
+    # A safetensors file begins with the length of its header in 8 bytes.
     header = f'{{"__metadata__": {entries}}}'.encode()
     (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header)
     assert safetensors_metadata(tmp_path / "a") == expected

@@ -42,7 +42,10 @@ def to_llama_cpp(name: str) -> str:
 def write_named(
     weights: dict[str, tc.Tensor], path: Path, architecture: str, kind: str
 ) -> dict[str, tc.Tensor]:
-    """Write a GGUF file; the keys of `weights` are the names in it. Return the rounded weights."""
+    """Write a GGUF file; the keys of `weights` are the names in it. Return the rounded weights.
+
+    Matrices have the type `kind`, apart from small and unusual ones; see `kind_of`.
+    """
     entries, values = [], {}
     for name, tensor in weights.items():
         chosen, wide = kind_of(name, tensor, kind), tensor.to("f32")
@@ -71,6 +74,7 @@ def test_t5_is_read_under_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> N
     for config_or_none in (config, None):
         found = T5Encoder.from_pretrained(path, dtype="f32", config=config_or_none)
         assert_equal(found.named_tensors(), {n: stored[to_llama_cpp(n)] for n in weights})
+    # A model of the GGUF file computes the same as one of a safetensors file with the same values.
     case = tc.load_file(GOLDEN / "t5" / "gated.safetensors")
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -85,6 +89,7 @@ def test_t5_is_read_under_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> N
 
 def test_to_llama_cpp_gives_the_names_of_gguf_py() -> None:
     gguf = pytest.importorskip("gguf")
+    # Names for up to 4 blocks; the model has 3.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 4)
     weights = T5Encoder.from_pretrained(GOLDEN / "t5" / "gated", dtype="f32").named_tensors()
     for name in weights:
@@ -109,6 +114,7 @@ def test_sdxl_is_read_under_its_original_names(kind: str, tmp_path: Path) -> Non
     original, path = tmp_path / "original.safetensors", tmp_path / "sdxl.gguf"
     tc.models.save_checkpoint(original, {"unet": model})
     values = write_gguf(original, path, kind)
+    # From here on, `original` has the rounded values, under the names of the original checkpoint.
     tc.save_file({f"{PREFIX}{name}": tensor for name, tensor in values.items()}, original)
     config = folder / "config.json"
     found = SDXLUNet.from_pretrained(path, dtype="f32", config=config)

@@ -44,6 +44,7 @@ def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     }
     layers = {f"{layer}.weight" for layer in next(iter(tc.inspect(tmp_path).parts.values())).layers}
     assert changed
+    # Only linear layers of the repeated blocks are quantized.
     blocks = (
         "transformer_blocks.", "single_transformer_blocks.", "layers.", "noise_refiner.",
         "context_refiner.",
@@ -118,7 +119,7 @@ def test_merging_dequantizes_and_unmerging_gives_the_codes_back() -> None:
     np.testing.assert_array_equal(family.predict(model).numpy(), before)
 
 
-def test_losses_over_quantized_weights_stay_near_those_over_a_language_models_own() -> None:
+def test_losses_with_quantized_weights_stay_near_those_with_unquantized_ones() -> None:
     def losses(quantize: str | None) -> list[float]:
         tc.manual_seed(1)
         model = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize=quantize)
@@ -179,6 +180,7 @@ def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None
     (facts,) = tc.inspect(LLAMA).parts.values()
     in_blocks = list(facts.layers.values())
     tables = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
+    # The bytes in bf16 of all weights that are quantized.
     in_bf16 = sum(2 * rows * columns for rows, columns in (*in_blocks, *tables))
     quantized_bytes = sum(tc.quantize(tc.zeros(shape), "nf4").nbytes for shape in in_blocks)
     quantized_bytes += sum(tc.quantize(tc.zeros(shape), "int8").nbytes for shape in tables)
@@ -199,7 +201,8 @@ def test_facts_of_a_transformer_have_the_bytes_of_quantized_weights(format: str)
 def saved_unet(folder: Path) -> SDXLUNet:
     """Save a tiny UNet with random weights in bf16 in `folder` / "model", and return it."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
-    # Only layers whose sizes are multiples of 16 keep transposed codes.
+    # Only layers whose sizes are multiples of 16 keep transposed codes. The last two levels have
+    # the transformer blocks.
     config |= {"block_out_channels": [8, 16, 48]}
     (folder / "config.json").write_text(json.dumps(config))
     unet = SDXLUNet.from_config(folder / "config.json", "bf16")

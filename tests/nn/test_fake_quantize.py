@@ -1,4 +1,8 @@
-"""`nn.functional.fake_quantize` against torchao (tests/golden/quantized) and `quantize`."""
+"""Rounding to the values of a quantized format, and training with it (`qat`).
+
+`nn.functional.fake_quantize` against torchao (tests/golden/quantized) and `quantize`, and adapted
+layers that compute with rounded weights and inputs.
+"""
 
 from pathlib import Path
 
@@ -11,10 +15,11 @@ from trainable_candle.nn import functional as F
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden/quantized/torchao.npz")
 FORMATS = ["int8", "int4", "fp8", "nf4"]
+RANK, ALPHA = 4, 8.0
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """Return a matrix of fixed values. The golden file is made from that of 6 x 64 elements."""
+    """Return a matrix of fixed values. The golden file is made from that of 6 x 64."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -23,7 +28,7 @@ def matrix(rows: int, columns: int) -> np.ndarray:
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     values = matrix(6, 64)
-    values[2, :32] = 0
+    values[2, :32] = 0  # an int4 group of zeros, as in the golden file
     x = tc.Var(tc.tensor(values))
     y = F.fake_quantize(x, format)
     np.testing.assert_allclose(y.numpy(), GOLDEN[f"{format}.values"], rtol=2e-7, atol=0)
@@ -112,12 +117,12 @@ def test_an_adapted_layer_computes_with_its_rounded_weight(
     """For the same upstream gradient, the gradients equal those of a layer without rounding."""
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     tc.manual_seed(0)
-    aware = layer(weight, 4, 8.0, qat=format)
+    aware = layer(weight, RANK, ALPHA, qat=format)
     tc.manual_seed(0)
-    plain = layer(weight, 4, 8.0)
-    up = tc.tensor(matrix(32, 4) * 3)
+    plain = layer(weight, RANK, ALPHA)
+    up = tc.tensor(matrix(32, RANK) * 3)
     for each in (aware, plain):
-        each.get_vars()[1].set(up)
+        each.get_vars()[1].set(up)  # the variables are down, up and perhaps a magnitude
     merged = F.fake_quantize(plain.merge(), format)
     np.testing.assert_array_equal(aware.merge().numpy(), merged.numpy())
     y = aware(x)
@@ -131,21 +136,21 @@ def test_an_adapted_layer_computes_with_its_rounded_weight(
 
 def test_clipped_elements_of_a_weight_pass_no_gradient_to_factors() -> None:
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
-    layer = tc.nn.LoRALinear(weight, 4, 8.0, qat="int4")
+    layer = tc.nn.LoRALinear(weight, RANK, ALPHA, qat="int4")
     down, up = layer.get_vars()
-    up.set(tc.tensor(matrix(32, 4) * 3))
+    up.set(tc.tensor(matrix(32, RANK) * 3))
     adapted = tc.Var(weight + layer.scale * (up.detach() @ down.detach()))
     F.fake_quantize(adapted, "int4").sum().backward()
     passes = adapted.grad.numpy()  # 0 for a clipped element, 1 for each of the others
     assert 0 < (passes == 0).sum() < 80  # of 2048 elements
     layer(x).sum().backward()
     # The gradient of the product `up @ down`.
-    change = layer.scale * passes * x.numpy().sum(0)
+    product_gradient = layer.scale * passes * x.numpy().sum(0)
     np.testing.assert_allclose(
-        up.grad.numpy(), change @ down.detach().numpy().T, rtol=1e-4, atol=1e-6
+        up.grad.numpy(), product_gradient @ down.detach().numpy().T, rtol=1e-4, atol=1e-6
     )
     np.testing.assert_allclose(
-        down.grad.numpy(), up.detach().numpy().T @ change, rtol=1e-4, atol=1e-6
+        down.grad.numpy(), up.detach().numpy().T @ product_gradient, rtol=1e-4, atol=1e-6
     )
 
 
@@ -172,6 +177,7 @@ def test_adapters_of_python_modules_round_weights_and_inputs_of_linear_layers() 
     model = ConvAndLinear()
     before = model.fc.weight
     adapter = model.add_adapter(config)
+    # A new adapter changes nothing, so the merged weight is the rounded weight.
     expected = F.fake_quantize(before.detach(), "int8").numpy()
     np.testing.assert_array_equal(adapter.merge().fc.weight.numpy(), expected)
     model = ConvAndLinear()
@@ -195,8 +201,8 @@ def test_inputs_are_rounded_with_a_scale_per_token(
     layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
 ) -> None:
     weight, x = tc.tensor(matrix(32, 64)), tc.Var(tc.tensor(matrix(6, 64).reshape(2, 3, 64)))
-    aware = layer(weight, 4, 8.0, qat=format, qat_activations=True)
-    aware.get_vars()[1].set(tc.tensor(matrix(32, 4) * 3))
+    aware = layer(weight, RANK, ALPHA, qat=format, qat_activations=True)
+    aware.get_vars()[1].set(tc.tensor(matrix(32, RANK) * 3))  # the factor up
     tokens = F.fake_quantize(x.detach().reshape(6, 64), format)
     expected = F.linear(tokens, aware.merge()).reshape(2, 3, 32)
     y = aware(x)
@@ -212,8 +218,9 @@ def test_inputs_are_rounded_with_a_scale_per_token(
 
 
 def test_inputs_are_rounded_only_to_formats_with_a_scale_per_row() -> None:
+    weight = tc.tensor(matrix(32, 64))
     for format in (None, "int4", "nf4"):
         with pytest.raises(ConfigError, match=r"qat_activations .* expected int8 or fp8"):
-            tc.nn.LoRALinear(tc.tensor(matrix(32, 64)), 4, 8.0, qat=format, qat_activations=True)
+            tc.nn.LoRALinear(weight, RANK, ALPHA, qat=format, qat_activations=True)
         with pytest.raises(ConfigError, match=r"qat_activations .* expected int8 or fp8"):
             tc.LoraConfig(qat=format, qat_activations=True)

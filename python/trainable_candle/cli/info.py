@@ -19,8 +19,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.parse(arguments)
     facts = tc.info()
     print(f"trainable-candle {facts['version']}, Python {facts['python']}, {facts['platform']}")
-    why = f" ({facts['reason']})" if facts["reason"] else ""
-    print(f"backend: {facts['backend']}{why}")
+    why_not_cuda = f" ({facts['reason']})" if facts["reason"] else ""
+    print(f"backend: {facts['backend']}{why_not_cuda}")
     print(f"devices: {', '.join(facts['devices'])}; {facts['threads']} CPU threads")
     print("models:")
     for name in families.NAMES:

@@ -16,9 +16,10 @@ Address: TypeAlias = "str | tuple[str, int]"
 
 # The next constants are names of environment variables; their docs say what the variables contain.
 RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
-"""The address that our launcher sets: `/path` or `host:port`."""
+"""The address that our launcher (`launch.py`) sets: `/path` or `host:port`."""
 PORT: Final = "TRAINABLE_CANDLE_PORT"
-"""The port at MASTER_ADDR, in place of MASTER_PORT + 1 (which may be taken)."""
+"""The port at MASTER_ADDR. Without it, the port is MASTER_PORT + 1, which may be taken; torchrun
+itself listens at MASTER_PORT."""
 MACHINES: Final = "NNODES"
 """The number of machines on which our launcher is started for the same run."""
 MACHINE: Final = "NODE_RANK"

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5: its text encoders and what differs from other flow models."""
+"""Stable Diffusion 3 and 3.5: their text encoders, and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ class SD3Texts:
         """
         states, pooled = [], []
         for model, tokenizer in self._clips:
-            rows = [tokenizer.chunks(caption, 1)[0] for caption in captions]
+            # At most one row of tokens for each caption.
+            rows = [tokenizer.chunks(caption, most=1)[0] for caption in captions]
             output = model(tc.tensor(rows, device=self._device))
-            states.append(output.hidden_states[-2])
+            states.append(output.hidden_states[-2])  # the output of the last layer but one
             pooled.append(output.pooled)
         of_t5 = self._t5(captions)
         of_clip = tc.cat(states, 2)
@@ -101,10 +102,12 @@ class SD3(FlowFamily[SD3Texts]):
     # medium, the "dual" ones, have a second such attention, whose layers are adapted too.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=28, guidance=4.5)
+    # diffusers' pipeline shifts its lowest noise level twice; see `shifted_last`.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0, last=shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
-    scaling: ClassVar[float | None] = 1.5305
+    scaling: ClassVar[float | None] = 1.5305  # the `scaling_factor` of the autoencoder
     goes_with: ClassVar[str] = "SD3.5 goes with CLIP-L, OpenCLIP-bigG and T5-XXL"
+    # `in_channels` of the transformer counts the channels of a latent pixel, not of an image token.
     packs: ClassVar[bool] = False
     model: SD3Transformer
 
@@ -125,9 +128,9 @@ class SD3(FlowFamily[SD3Texts]):
         t5_width = parts["text_encoder_3"].config["d_model"]
         return {
             "text_encoder with text_encoder_2": Features(
-                clips_width, config["pooled_projection_dim"]
+                produced=clips_width, read=config["pooled_projection_dim"]
             ),
-            "text_encoder_3": Features(t5_width, config["joint_attention_dim"]),
+            "text_encoder_3": Features(produced=t5_width, read=config["joint_attention_dim"]),
         }
 
     @property
@@ -149,6 +152,7 @@ class SD3(FlowFamily[SD3Texts]):
                 multiple of an image token's side, or the side of an image is too long.
         """
         images = super().dataset(folder)
+        # Positions along a side, one for each image token, times the side of a token in pixels.
         most = self.facts.config["pos_embed_max_size"] * self.multiple
         largest = max(max(item.fit.bucket.width, item.fit.bucket.height) for item in images.items)
         if largest > most:
@@ -184,6 +188,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     def text_identity(self) -> dict[str, str]:
         """Return what encoded captions depend on: encoders, tokenizers, dtype, token count."""
+        # The package's copies, which are used if the weights have no tokenizers.
         shipped = {
             "tokenizer": CLIP_TOKENIZER,
             "tokenizer_2": CLIP_TOKENIZER,

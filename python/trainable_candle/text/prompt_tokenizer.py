@@ -99,6 +99,7 @@ class PromptTokenizer:
     @property
     def pad(self) -> int:
         """The number of the padding token."""
+        # `__init__` has checked that the token exists; `or 0` is only for the type checker.
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
@@ -123,10 +124,12 @@ def _from_merges(folder: Path) -> Tokenizer:
     lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     tokens = sorted(numbers, key=lambda token: int(numbers[token]))
+    # A token's index in `tokens` becomes its number.
     tokenizer = byte_level({"pre": "qwen2", "tokens": tokens, "merges": merges})
     added = {int(number): token for token, number in _read(folder / "added_tokens.json").items()}
     decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     added |= {int(number): fields["content"] for number, fields in decoder.items()}
+    # The library gives a new token the next free number, so add the tokens in the order of numbers.
     for number, token in sorted(added.items()):
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         if tokenizer.token_to_id(token) != number:

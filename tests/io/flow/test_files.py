@@ -41,7 +41,8 @@ def test_saved_adapters_load_unchanged(
     adapter = attach(model, kind)
     message = CANNOT.get((format, kind))
     if format == "kohya" and kind != "oft_inputs" and family.name not in LAYERS:
-        # The family's original matrices are those of diffusers: none combines several layers.
+        # The family's original matrices are those of diffusers: none combines several layers. Then
+        # kohya's names cause only one error of `CANNOT`, that of an OFT that rotates inputs.
         message = None
     if message:
         with pytest.raises(tc.ArgumentError, match=message):
@@ -51,6 +52,7 @@ def test_saved_adapters_load_unchanged(
     assert adapter.save(path, format=format) == []
     before = {name: var.numpy() for name, var in adapter.named_parameters().items()}
     prediction, expected = family.predict(model), merged(model)
+    # This also restores the weights, into which `merged` has merged the adapter.
     model.remove_adapter()
     again = model.load_adapter(path)
     assert again.named_parameters().keys() == before.keys()
@@ -85,6 +87,7 @@ def test_the_factors_in_the_default_format_include_the_scale(
     )
     assert report.good
     assert all(m.scale == 1 for m in report.modules)
+    # kohya and peft do not read diffusers' names.
     assert {tool for m in report.modules for tool in m.ignored_by} == {"kohya", "peft"}
 
 
@@ -111,6 +114,7 @@ def test_verify_lists_the_tools_that_know_the_model(
     }
 
 
+# `sizes` are those by which the larger models are recognised.
 @pytest.mark.parametrize(
     ("name", "sizes", "architecture"),
     [
@@ -206,11 +210,12 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 
 
 def test_verify_says_which_tools_read_musubis_files_of_z_image(tmp_path: Path) -> None:
-    """diffusers reads all layers of these files.
+    """diffusers reads all layers of these files, and peft none.
 
     ComfyUI reads only the layers that have the same name in diffusers and in the original model.
     """
     arrays = {}
+    # The numbers are the sizes of the tiny model's layers.
     for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
         arrays[f"{module}.lora_down.weight"] = random_array(RANK, columns)
@@ -266,28 +271,31 @@ def test_a_matrix_of_several_layers_is_split(
     names = [f"{layer}.weight" for layer in LAYERS[family.name]]
     whole = np.concatenate([base[name] for name in names])
     rows, columns = whole.shape
+    rank, alpha = 3, 1.5
     flat = f"lora_unet_{MODULE[family.name].replace('.', '_')}"
     module = flat if style == "lora_unet" else f"diffusion_model.{MODULE[family.name]}"
     if kind == "loha":
         values = {
-            "hada_w1_a": random_array(rows, 3), "hada_w1_b": random_array(3, columns),
-            "hada_w2_a": random_array(rows, 3), "hada_w2_b": random_array(3, columns),
+            "hada_w1_a": random_array(rows, rank), "hada_w1_b": random_array(rank, columns),
+            "hada_w2_a": random_array(rows, rank), "hada_w2_b": random_array(rank, columns),
         }  # fmt: skip
         change = values["hada_w1_a"] @ values["hada_w1_b"]
         change = change * (values["hada_w2_a"] @ values["hada_w2_b"])
     elif kind == "lokr":
-        # The rows of the MLP in `linear1` are four times as many as those of the queries.
+        # Such an adapter can be split if the rows of `lokr_w1` stand for equal shares of the
+        # matrix: one for each of queries, keys and values, and in `linear1` four more for the MLP,
+        # which has four times as many rows as the queries.
         shares = 7 if len(names) == 4 else 3
         values = {
-            "lokr_w1": random_array(shares, 8), "lokr_w2_a": random_array(rows // shares, 3),
-            "lokr_w2_b": random_array(3, columns // 8),
+            "lokr_w1": random_array(shares, 8), "lokr_w2_a": random_array(rows // shares, rank),
+            "lokr_w2_b": random_array(rank, columns // 8),
         }  # fmt: skip
         change = np.kron(values["lokr_w1"], values["lokr_w2_a"] @ values["lokr_w2_b"])
     else:
-        down, up = random_array(3, columns), random_array(rows, 3)
+        down, up = random_array(rank, columns), random_array(rows, rank)
         values = {"lora_down.weight": down, "lora_up.weight": up}
         change = up @ down
-    expected = whole + 1.5 / 3 * change  # alpha / rank
+    expected = whole + alpha / rank * change
     if kind == "dora":
         values["dora_scale"] = 1 + random_array(rows, 1) ** 2
         # Files without this library's mark are read with the formula of DoRA's paper: the norm is
@@ -295,7 +303,7 @@ def test_a_matrix_of_several_layers_is_split(
         norm = np.linalg.norm(expected, axis=1, keepdims=True)
         expected = expected * values["dora_scale"] / norm
     arrays = {f"{module}.{name}": value for name, value in values.items()}
-    arrays[f"{module}.alpha"] = np.float32(1.5)
+    arrays[f"{module}.alpha"] = np.float32(alpha)
     path = save_arrays(tmp_path / "a.safetensors", arrays)
     report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
     assert [m.layer for m in report.modules] == [
@@ -309,9 +317,11 @@ def test_a_matrix_of_several_layers_is_split(
         model.unmerge_adapter()
         adapter.save(tmp_path / "again.safetensors", format="kohya")
         again = tc.load_file(tmp_path / "again.safetensors")
-        assert again[f"{flat}.lora_down.weight"].shape == (3, columns)
+        assert again[f"{flat}.lora_down.weight"].shape == (rank, columns)
 
 
+# The matrix has 3 times 32 rows and 32 columns. The 4 rows of the first LoKr factor are no multiple
+# of 3, nor are the 95 rows of the LoRA.
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
