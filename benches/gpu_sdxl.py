@@ -25,6 +25,7 @@ from trainable_candle.families.sdxl import SDXL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# The rank of the LoRA, the height and width of the latents, and the tokens of a prompt.
 RANK, LATENT, TOKENS = 16, 128, 77
 ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 """Only the attention: peft's usual choice for SDXL."""
@@ -56,7 +57,8 @@ class Case:
     def flops(self) -> float:
         """The floating-point operations of a step.
 
-        Backward costs as much as forward in frozen layers, 2.5 times as much in attention.
+        Backward costs as much as forward in frozen layers, 2.5 times as much in attention. Full
+        checkpointing repeats the forward pass; what selective checkpointing repeats is not counted.
         """
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
@@ -71,11 +73,13 @@ CASES = [
     Case(4, "no", "adamw"),
 ]
 
-# Milliseconds with torch.compile, measured once (H200, torch 2.11): compiling takes four minutes.
+# Milliseconds of a step with torch.compile, by batch and checkpointing; measured once (H200, torch
+# 2.11), because compiling takes four minutes.
 COMPILED = {(1, "no"): 170, (4, "no"): 204}
 
 
 def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
+    """Return this library's step; `base` is the format of the frozen model, None for bf16."""
     tc.manual_seed(0)
     model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
@@ -105,6 +109,7 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
 
 
 def theirs(torch: Any, case: Case) -> Callable[[], object]:
+    """Return torch's step."""
     import torch_sdxl  # noqa: PLC0415 - torch is optional
 
     torch.manual_seed(0)
@@ -132,6 +137,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
 
 
 def torch_optimizer(torch: Any, parameters: list[Any], kind: str) -> Any:
+    """Return torch's optimizer for `kind`, the optimizer of a case."""
     if kind == "adamw8bit":
         try:
             import bitsandbytes  # noqa: PLC0415 - optional
@@ -143,6 +149,7 @@ def torch_optimizer(torch: Any, parameters: list[Any], kind: str) -> Any:
 
 
 def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
+    """Time a case with this library, and with torch if it is there; print the results."""
     device = machine.device
     gpu_timing.fresh(device)
     step = ours(case, device, machine.base)
@@ -161,7 +168,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     tc.cuda.empty_cache(device)
     reserved = tc.cuda.memory_stats(device)["reserved"]
-    floor = machine.floor("bf16", case.flops, 0)
+    floor = machine.floor("bf16", case.flops, moved=0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
         f"{case.title}{gpu_timing.on(machine)}: {times}; "

@@ -116,7 +116,8 @@ def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A single file with the weights of `sdxl_base` under the names of the original SDXL.
 
     The folder of the file also holds the configurations, but no tokenizer. For such a file, the
-    package takes the CLIP tokenizer that it ships, which has more tokens than the text encoders.
+    package takes the CLIP tokenizer that it ships. It has more tokens than the tiny text encoders,
+    so a test that encodes captions with this file must expect an error.
     """
     folder = tmp_path_factory.mktemp("sdxl file")
     path = folder / "single_file.safetensors"
@@ -148,6 +149,7 @@ def _write_tokenizer(folder: Path, pad: str) -> None:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    # The tiny text encoders have 17 positions.
     settings = {"pad_token": pad, "model_max_length": 17}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 

@@ -16,6 +16,7 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 def smi_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that a fake `nvidia-smi` prints; at first it describes a good GPU.
 
+    A line has the name, the version of the driver, the compute capability and the memory of a GPU.
     The fake fails if the folder of the file also has a file with this name and `.fails`.
     """
     output = tmp_path / "smi-output"

@@ -1,4 +1,4 @@
-"""Ranks, numbers of processes and machines are read from the variables of each launcher."""
+"""Ranks, numbers of processes and machines are read from the environment that a launcher sets."""
 
 from dataclasses import replace
 
@@ -51,6 +51,7 @@ def test_port_and_job_or_the_whole_address_can_be_set() -> None:
     world = from_environment({**rank_1, "TRAINABLE_CANDLE_PORT": "7000", "SLURM_JOB_ID": "17"})
     assert world is not None
     assert (world.address, world.job) == (("node1", 7000), "17")
+    # The path of a socket replaces host and port.
     world = from_environment({**rank_1, "TRAINABLE_CANDLE_RENDEZVOUS": "/a place"})
     assert world is not None
     assert world.address == "/a place"
@@ -81,6 +82,7 @@ def test_missing_or_wrong_variables_are_an_error(variables: dict[str, str], mess
 
 def test_a_process_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> None:
     world = World(rank=5, size=8, local_rank=1, local_size=4, address=("node1", 1), job="")
+    # The argument of `device` is the number of GPUs that the process sees.
     assert world.device(4) == "cuda:1"
     assert world.device(1) == "cuda:0"
     with pytest.raises(ConfigError, match="process 3 of its machine, which shows 2 GPUs"):

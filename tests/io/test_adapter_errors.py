@@ -10,6 +10,7 @@ import pytest
 import trainable_candle as tc
 
 SDXL = Path(__file__).parents[1] / "golden" / "sdxl"
+# The fixture `attach` adds an adapter of the given kind to a model, with values other than initial.
 Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 
 

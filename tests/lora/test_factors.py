@@ -20,7 +20,7 @@ def product(factors: Factors) -> np.ndarray:
 
 
 def decaying(rows: int, columns: int) -> np.ndarray:
-    """Make a matrix whose singular values n^-1.5 decrease like those of trained changes."""
+    """Make a matrix whose singular values n^-1.5 decrease like those of a weight's change."""
     u, _ = np.linalg.qr(RNG.standard_normal((rows, rows)))
     v, _ = np.linalg.qr(RNG.standard_normal((columns, columns)))
     size = min(rows, columns)

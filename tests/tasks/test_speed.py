@@ -30,6 +30,9 @@ from .measured_runs import (
 BF16_BYTES = 2
 # Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
 # in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
+# FLUX, SDXL, SD3 and Z_IMAGE are the sizes of latents and texts for 1024 x 1024 px, and ROWS are
+# texts of 2048 tokens. FULL, SELECTIVE and OFFLOAD are kinds of checkpointing; ALL_FLUX streams all
+# blocks of Flux and its modulation, with full checkpointing.
 MEASURED = [
     ("SDXL", ATTENTION, SDXL, {}, 41.0),
     ("SDXL", ATTENTION, SDXL, SELECTIVE, 43.4),
@@ -113,6 +116,7 @@ def test_operations_of_a_forward_pass_are_counted(
 
 def test_more_work_makes_a_step_longer(tmp_path: Path) -> None:
     plain = work(tmp_path, "Flux.1-dev", JOINT, FLUX, {})
+    # A share of the forward pass, a number of quantized weights, and three numbers of bytes.
     longer = [
         replace(plain, recomputed=0.5),
         replace(plain, decoded=1e10),
@@ -123,7 +127,7 @@ def test_more_work_makes_a_step_longer(tmp_path: Path) -> None:
     for rates in GPUS.values():
         assert all(seconds(more, rates) > seconds(plain, rates) for more in longer)
     # If the copies take longer than the computation, they determine the time of a step.
-    # Here 1e12 bytes are copied twice, at 25e9 bytes/s.
+    # Here 1e12 bytes are copied twice, at the 25e9 bytes/s between this GPU and the host.
     copying = seconds(replace(plain, streamed=1e12), GPUS["RTX 4090"])
     assert copying == pytest.approx(2e12 / 25e9, rel=0.01)
 

@@ -50,6 +50,7 @@ def test_a_second_run_is_rejected_while_the_first_is_running(config: TrainConfig
 
 def test_a_run_does_not_write_into_its_own_data_sets(config: TrainConfig, tmp_path: Path) -> None:
     folder = Path(config.dataset)
+    # A data set of one file, which has the name of a run's log.
     log = tmp_path / "data" / JSON_LOG
     log.parent.mkdir()
     log.write_text("a user's own\n")
@@ -86,6 +87,7 @@ def test_the_output_of_a_run_is_rejected_as_a_data_set(config: TrainConfig, trai
 def test_the_output_of_a_run_is_accepted_as_an_adapter_but_not_as_weights_or_settings(
     config: TrainConfig, train: Train
 ) -> None:
+    # The fixture `config` has 12 steps.
     train(config.with_(name="mine", save_every=6))
     output = Path(config.output)
     finished = output / "mine.safetensors"
@@ -113,6 +115,7 @@ def test_the_output_of_a_run_is_accepted_as_an_adapter_but_not_as_weights_or_set
 
 def test_a_lock_names_its_process_and_ends_with_that_process(tmp_path: Path) -> None:
     path = tmp_path / "lock"
+    # The second argument of `held` is the start of its error's message.
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -131,7 +134,7 @@ def test_a_lock_names_its_process_and_ends_with_that_process(tmp_path: Path) -> 
 
 
 def test_resuming_after_the_last_step_changes_no_file(config: TrainConfig, train: Train) -> None:
-    train(config)
+    train(config)  # 12 steps
     output = Path(config.output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     with pytest.raises(ConfigError, match="is of step 12, and the run has 5 steps: the run is"):

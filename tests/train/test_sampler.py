@@ -19,6 +19,7 @@ RUNS: dict[str, dict[str, Any]] = json.loads(METADATA["runs"])
 
 
 def toy_model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
+    """Predict as the model from which diffusers drew the samples in the file."""
     return 0.5 * x + 0.4 * (x + condition).tanh() * (timestep / 1000)
 
 
@@ -31,11 +32,13 @@ def test_samples_and_schedules_equal_those_of_diffusers(name: str, batched: bool
     sampler = Sampler(NoiseSchedule(**settings), run["steps"], run["kind"], karras)
     np.testing.assert_allclose(sampler.timesteps, golden[f"{name}.timesteps"].numpy(), rtol=1e-5)
     np.testing.assert_allclose(sampler.sigmas, golden[f"{name}.sigmas"].numpy(), rtol=1e-4)
+    # The noise has shape (2, 4, 2, 3). The file has one condition for both samples of the batch.
     positive, negative = (
         {"condition": golden[key].expand((2, 4, 1, 1))} for key in ("positive", "negative")
     )
     model = Guided(toy_model, positive, negative, json.loads(METADATA["scale"]), batched=batched)
     found = sample(sampler, model, golden["noise"])
+    # The file has the samples before the first step and after each step.
     expected = golden[f"{name}.samples"].numpy()[-1]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
 
@@ -70,6 +73,7 @@ def test_wrong_arguments_of_samplers_and_of_guidance_are_rejected() -> None:
         Sampler(schedule, 4, "ddim")
     with pytest.raises(ArgumentError, match="0 steps"):
         Sampler(schedule, 0)
+    # A step of DPM-Solver++ uses the model's output of the step before.
     sampler = Sampler(schedule, 4, "dpmpp_2m")
     sampler.step(x, 0, x)
     with pytest.raises(ArgumentError, match="found step 2, expected step 1"):

@@ -12,7 +12,7 @@ from trainable_candle.errors import ArgumentError, ConfigError, Error
 from trainable_candle.families.sdxl import SDXL
 from trainable_candle.train import TrainConfig
 
-# Layers of the UNet.
+# Layers of the UNet that get adapters.
 TARGETS = ["attn2.to_q", "attn2.to_k"]
 Check = Callable[..., list[str]]
 
@@ -22,6 +22,7 @@ def check(sdxl_base: Path) -> Check:
     """A function that checks settings and returns the lines that the check reports."""
 
     def check(weights: Path = sdxl_base, **settings: Any) -> list[str]:
+        # The check reads neither of these folders, which do not exist.
         config = TrainConfig(model="sdxl", dataset="none", output="none", **settings)
         lines: list[str] = []
         SDXL(weights, "f32", "cpu", config).task().check(lines.append)

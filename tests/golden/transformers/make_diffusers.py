@@ -1,4 +1,4 @@
-"""Tiny models of flow families, and results of diffusers and peft.
+"""Tiny models of flow-matching families, and results of diffusers and peft for them.
 
     python make_diffusers.py FOLDER
 
@@ -35,7 +35,7 @@ from torch.nn.functional import mse_loss
 OUTPUT = Path(sys.argv[1])
 RANK, ALPHA, STEPS = 2, 4.0, 4
 # The seeds of models and of adapters. With this seed of adapters, errors in bf16 are at most about
-# half of what the tests allow. Chroma, with heads of 8, has the largest.
+# half of what the tests allow. Chroma, with heads of 8, has the largest errors.
 SEED, ADAPTER_SEED = 20261122, 4
 SD3 = {
     "sample_size": 16, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 3,
@@ -78,6 +78,9 @@ KLEIN_4B = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24,
             "joint_attention_dim": 7680, "guidance_embeds": False}  # fmt: skip
 KLEIN_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
             "joint_attention_dim": 12288, "guidance_embeds": False}  # fmt: skip
+# Names of layers that get adapters (peft's `target_modules`): endings of the full names. `JOINT`
+# adds the layers for the text. `SINGLE` is the attention of FLUX.2's two single blocks; there,
+# `to_out` has its full name, because in the other blocks this ending names a list of modules.
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 SINGLE = ["to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(2))]
 JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -118,7 +121,8 @@ def peft_name(name):
 def adapter_case(model, call, targets, use_dora, sample, path):
     """Save the output and gradients of the model with an adapter, and the losses of AdamW's steps.
 
-    The random numbers of a case do not depend on the cases before it.
+    The random numbers of a case do not depend on the cases before it. `call` returns the output of
+    a model. `sample` is the input `hidden_states` of `call`; its gradient is saved, too.
     """
     torch.manual_seed(ADAPTER_SEED)
     model.requires_grad_(False)
@@ -154,9 +158,10 @@ def adapter_case(model, call, targets, use_dora, sample, path):
 
 
 def save_family(name, make, inputs, call, linear, attention):
-    """Save a model, its output, and results with two adapters: on `attention` and on `linear`.
+    """Save a model, its output, and results with a DoRA on `attention` and a LoRA on `linear`.
 
-    `make` returns a new model, and `call` returns the output of a model for `inputs`.
+    `make` returns a new model, and `call` returns the output of a model for `inputs`. `linear` and
+    `attention` are lists of names of layers.
     """
     folder = OUTPUT / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,6 +209,7 @@ def sd3_model():
 
 def sd3():
     x = torch.randn(2, 16, 16, 12).requires_grad_()
+    # SD3's transformer takes timesteps from 0 to 1000.
     inputs = {"hidden_states": x} | texts(21) | {"timestep": torch.tensor([12.5, 733.0])}
 
     def call(model):
@@ -326,6 +332,7 @@ def qwen_autoencoder():
     with torch.no_grad():
         found = model.encode(image[:, :, None]).latent_dist
         decoded = model.decode(latent[:, :, None], return_dict=False)[0]
+        # Tiles of 16x16 px, one every 12 px.
         model.enable_tiling(16, 16, 12, 12)
         # diffusers clips images that it decodes whole, but not those that it decodes in tiles.
         tiled = model.decode(latent[:, :, None], return_dict=False)[0].clamp(-1, 1)
@@ -361,8 +368,8 @@ def folded(shapes):
     """JSON in which one line stands for the same parameter of several blocks.
 
     The parameters of a line have the same shape, and their names differ only in a block's number.
-    A line is [name, shape, numbers]: the name has `*` for the number of the block. A name without
-    such a number has no `*`, and its list of numbers is empty.
+    A line is [name, shape, numbers]: the name has `*` in place of the block's number, and `numbers`
+    lists the blocks. A name without such a number has no `*`, and its list of numbers is empty.
     """
     lists = {}
     for name, shape in shapes.items():
@@ -379,6 +386,7 @@ def folded(shapes):
 
 
 def full_size():
+    """Write the names and shapes of the parameters of published models, which get no memory."""
     with torch.device("meta"):
         models = {
             "sd35_medium": SD3Transformer2DModel(**SD35_MEDIUM),
@@ -399,8 +407,8 @@ def full_size():
     shared = {key for key in shared if not key.startswith(("time_text_embed.", "norm_out."))}
     assert shared == {key for key in chroma if not key.startswith("distilled_guidance_layer.")}
     assert all(chroma[key].shape == flux[key].shape for key in shared)
-    own = {key: list(chroma[key].shape) for key in sorted(chroma.keys() - shared)}
-    (folder / "chroma.json").write_text(folded(own))
+    only_chroma = {key: list(chroma[key].shape) for key in sorted(chroma.keys() - shared)}
+    (folder / "chroma.json").write_text(folded(only_chroma))
     for name, model in models.items():
         shapes = {key: list(value.shape) for key, value in sorted(model.state_dict().items())}
         (folder / f"{name}.json").write_text(folded(shapes))
