@@ -3,12 +3,14 @@
 // bytes; a scale above 0; at least one query and one key; no mask. It cannot be causal. Tensors, strides and log_sums are as in
 // attention.cu.
 //
-// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. Its items and steps are:
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work among the blocks. An item is a tile of queries (forward) or of keys
+// (backward) of a head. Each of its steps combines it with one tile of the head's keys (forward) or queries (backward). One block does all
+// steps of an item, or the host splits the item: then several blocks do a part of its steps each.
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // `blocks` is the number of multiprocessors. If the host splits no item, `whole` is the number of items. Otherwise `whole` is the largest
 // multiple of `blocks` below the number of items, and the later items are split. Splitting items takes as much time as about five steps.
-// steps * blocks * blocks must be below 2^32.
+// steps * blocks * blocks must be below 2^32, because `Schedule` computes such products in 32 bits.
 //
 // `maps` have 16-bit elements; dimensions (width, rows, heads, batch), where rows are queries or keys; boxes of (64, B, 1, 1), where the
 // comments of the structures (include/attention/hopper/copies.cuh) name the number B of rows; element strides of 1; no interleave; 128-byte
@@ -19,8 +21,9 @@
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
 // attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of items that are not split. For each part of a split
-// item, writes the sums and the bases of the R queries' softmax, and then their results, to a row of parts, f32
-// (2 * blocks, R * (width + 2)) with width = 64 or 128. parts may be null if no item is split.
+// item, writes a row of parts, f32 (2 * blocks, R * (width + 2)) with width = 64 or 128: for R queries the sums of the softmax's weights,
+// then the bases (what was subtracted in the exponents), then the results before their division by the sums. A block does parts of at most
+// two items. parts may be null if no item is split.
 // Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
@@ -92,6 +95,7 @@
     BACKWARD(w, dtype, type, m)                                                                                                    \
     FINISH(w, dtype, type, m)
 
+// The last two numbers are R / 64, the number of warpgroups that share an item's queries in the forward pass, and M.
 KERNELS(64, f16, __half, 3, 128)
 KERNELS(64, bf16, __nv_bfloat16, 3, 128)
 KERNELS(128, f16, __half, 2, 64)

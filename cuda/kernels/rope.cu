@@ -1,17 +1,18 @@
 // Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair of features (a, b) becomes (a cos - b sin, a sin + b cos).
 //
-// x and y are (rows, width), and may be the same memory. cos and sin are (positions, width / 2) of f32 (f64 for f64). rope.cuh says which
-// position a row has (`positions`, `repeats`) and which features form a pair (`interleaved`).
+// x and y are (rows, width), and may be the same memory. cos and sin are (positions, width / 2) of f32 (f64 for f64). Row r has the
+// position (r / repeats) % positions: `repeats` consecutive rows, such as the heads of a token, have the same position. If `interleaved`
+// is 1, pair i of a row consists of the elements 2i and 2i + 1, otherwise of the elements i and i + width / 2.
 // If `back` is 1, the kernel rotates by the negative angles. This is the backward pass: the caller passes the gradient of the forward
 // pass's y as x, and gets the gradient of its x in y.
-// Launch: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
-// results.
+// Launch: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. WIDE is the number
+// of elements in 16 bytes. Any grid gives the same results.
 
 #include "rope.cuh"
 
 namespace {
 
-// In each iteration, a thread rotates N pairs of a row.
+// In each iteration, a thread rotates N pairs of a row (a pack).
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ void rotate(const T *x, Angles<Acc<T>> angles, T *y, uint64_t rows, bool back) {
     const uint32_t half = angles.half, packs = half / N;

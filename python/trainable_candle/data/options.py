@@ -104,6 +104,8 @@ class ColorOptions:
 class DatasetOptions:
     """Which images to read, and how to crop them.
 
+    A bucket is a size, in pixels, to which images of similar aspect ratio are resized and cropped.
+
     Raises:
         ConfigError: a value is outside its range, or two values contradict each other.
     """
@@ -262,6 +264,7 @@ def _in_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
+    """Check a number; `least` and `most` are allowed values, `above` and `below` are not."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 DATASET: Final = "chats.jsonl"
 EXAMPLES: Final = 4000
 """The number of training examples."""
-OLD_SHARE: Final = 0.3
+KNOWN_SHARE: Final = 0.3
 """The probability that a training example is of a task that the base knows. Without such examples,
 training makes the model forget those tasks."""
 ASKED: Final = 200
 """The number of held-out words that the unseen task is judged on."""
-ASKED_OLD: Final = 20
+ASKED_KNOWN: Final = 20
 """The number of held-out words that each known task is judged on."""
 MOST_BEFORE: Final = 0.0
 """`Verdict.before` must be at most this."""
@@ -42,7 +42,10 @@ LEAST_KEPT: Final = 0.8
 
 @dataclass(frozen=True)
 class Verdict:
-    """Shares (0 to 1) of exact answers about words that are in no training data."""
+    """Shares (0 to 1) of exact answers about words that are in no training data.
+
+    The names with `old` are about the tasks that the base knows, the others about the unseen task.
+    """
 
     before: float
     """In the unseen task: the share that the base answers right."""
@@ -63,12 +66,12 @@ class Verdict:
         )
 
     def __str__(self) -> str:
-        kept = f"at least {LEAST_KEPT:.0%} of before"
+        least_known = f"at least {LEAST_KEPT:.0%} of before"
         rows = [
             (f"{words.UNSEEN}, without the LoRA", self.before, f"{MOST_BEFORE:.0%}"),
             (f"{words.UNSEEN}, with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
             ("known tasks, without the LoRA", self.old_before, "-"),
-            ("known tasks, with the LoRA", self.old_after, kept),
+            ("known tasks, with the LoRA", self.old_after, least_known),
         ]
         lines = [f"  {what:30}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
         return "\n".join(["Exact answers about words that are in no training data:", *lines])
@@ -115,9 +118,9 @@ def run_demo(
     tuned = Answers(training.task, seed)
     report(tuned.shown(untouched))
     training.adapter.set_enabled(False)
-    if Answers(training.task, seed).new != untouched.new:
+    if Answers(training.task, seed).unseen != untouched.unseen:
         raise InternalError("demo: the model without its adapter is no longer the base")
-    result = Verdict(untouched.right, tuned.right, untouched.right_old, tuned.right_old)
+    result = Verdict(untouched.right, tuned.right, untouched.right_known, tuned.right_known)
     write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
     return result
 
@@ -155,7 +158,7 @@ def write_dataset(path: Path, seed: int) -> None:
     rng = generator(seed, "items")
     known_tasks, lines = list(words.TASKS), []
     for word in words.words(rng, EXAMPLES):
-        is_known = rng.random() < OLD_SHARE
+        is_known = rng.random() < KNOWN_SHARE
         task = known_tasks[int(rng.integers(len(known_tasks)))] if is_known else words.UNSEEN
         lines.append(json.dumps({"messages": words.chat(task, word)}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,12 +177,14 @@ class Answers:
         rng = generator(seed, "split")
         questions = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
         for task_name in words.TASKS:
-            questions += [(task_name, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
+            questions += [
+                (task_name, word) for word in words.words(rng, ASKED_KNOWN, held_out=True)
+            ]
         chats = [[{"role": "user", "content": words.message(*question)}] for question in questions]
         answers = task.answers(chats, WritingOptions(tokens=32))
         self.asked = questions[:ASKED]
-        """Pairs of the unseen task and a word."""
-        self.new = answers[:ASKED]
+        """The questions of the unseen task: pairs of the task and a word."""
+        self.unseen = answers[:ASKED]
         """The answers to `asked`, in the same order."""
         right = [
             words.answer(*question) == answer
@@ -187,7 +192,7 @@ class Answers:
         ]
         self.right = sum(right[:ASKED]) / ASKED
         """The share of exact answers in the unseen task."""
-        self.right_old = sum(right[ASKED:]) / len(right[ASKED:])
+        self.right_known = sum(right[ASKED:]) / len(right[ASKED:])
         """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
@@ -197,7 +202,7 @@ class Answers:
             before: the answers of the model without the LoRA, about the same words.
             count: the number of lines.
         """
-        rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
+        rows = list(zip(self.asked, before.unseen, self.unseen, strict=True))[:count]
         return "\n".join(
             f"  {words.message(*question)}: without the LoRA {base_answer!r}, with it {answer!r}"
             for question, base_answer, answer in rows

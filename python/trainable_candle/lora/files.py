@@ -23,7 +23,8 @@ _PAIRS: Final = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
-"""Pairs of endings of the names of `down` and `up`, in files of kohya, peft and old diffusers."""
+"""The endings of the names of the factors `down` and `up` of the same layer (the change of the
+weight is up · down), in files of kohya, peft and old diffusers."""
 _STARTS: Final = (
     "transformer.", "unet.", "diffusion_model.", "base_model.model.", "lora_unet_",
     "lora_transformer_", "lycoris_",
@@ -54,7 +55,8 @@ class _Module:
     up_shape: tuple[int, ...]
     """The shape of `up` in the file that was read."""
     has_alpha: bool
-    """Whether the file has a tensor `.alpha` other than 0 for the layer."""
+    """Whether the file has a tensor `.alpha` for the layer, so that `write` writes one, too; False
+    if the alpha is 0."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
     """
     modules: dict[str, _Module] = {}
     endings = {next(iter(file.modules.values())).ends[0] for file in files}
-    # A layer that has different names in two files would be in the result twice.
+    # A layer that has different names in two files would be in the result twice. So the files must
+    # agree in the endings, in the starts and in how they name the query projections.
     names = [name for file in files for name in file.modules]
     starts = {start for name in names if (start := _start(name))}
     queries = {kind.strip("._") for name in names for kind in _QUERIES.findall(name)}

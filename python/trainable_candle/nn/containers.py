@@ -99,7 +99,7 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    """Modules that are called in order: the first with the input, each other with the last result.
+    """Modules that are called in order: the first with the input, others with the previous result.
 
         model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         assert model(x).shape == (3, 2)

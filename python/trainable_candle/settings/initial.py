@@ -1,12 +1,17 @@
-"""The initial values of adapters, and settings that contradict them or contradict `qat`."""
+"""The setting `init`, and settings that contradict it or contradict `qat`.
+
+`init` says which initial values adapters get, and `qat` turns on quantization-aware training. The
+argument `config` of the functions is a `TrainConfig`.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+DEFAULT: Final = "default"
 LOFTQ: Final = "loftq"
 PISSA: Final = "pissa"
-INITS: Final = ("default", LOFTQ, PISSA)
+INITS: Final = (DEFAULT, LOFTQ, PISSA)
 """How adapters start, in this order: without an effect; with values that offset the base's
 quantization error; as the principal part of the weights."""
 
@@ -37,7 +42,7 @@ def _qat_contradiction(config: Any) -> str | None:
 def _init_contradiction(config: Any) -> str | None:
     """Return why `init` contradicts another setting; None if it does not."""
     init = config.init
-    if init == INITS[0]:
+    if init == DEFAULT:
         return None
     if config.adapter != "lora":
         return f"--init {init} works only with --adapter lora, and --adapter is {config.adapter}"

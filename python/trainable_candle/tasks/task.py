@@ -37,7 +37,7 @@ class Split(Generic[DataT]):
 
 @contextmanager
 def naming_validation() -> Iterator[None]:
-    """Return a context in which `validation_dataset: ` replaces `dataset: ` before errors."""
+    """Return a context that turns `dataset: ` at the start of errors to `validation_dataset: `."""
     try:
         yield
     except (ConfigError, DatasetError) as error:
@@ -107,7 +107,7 @@ class Prepared(Protocol[BatchT]):
         """Return the number of images or tokens of a batch, for reports of speed."""
 
     def metadata(self) -> Mapping[str, str]:
-        """Return metadata about the data for adapter files; most names are kohya's scripts'."""
+        """Return metadata about the data for adapter files; most names are from kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
         """Return the values to log after a validation, by name.
@@ -140,7 +140,7 @@ class Task(Protocol):
     def repeats(self) -> bool:
         """Whether steps with batches of equal shapes launch the same operations on the device.
 
-        CUDA graphs require it.
+        CUDA graphs require this. It has nothing to do with the `repeats` of a folder of images.
         """
 
     def check(self, report: Callable[[str], None]) -> None:
@@ -230,7 +230,7 @@ class Task(Protocol):
         """Return a snapshot of the adapters for one file, which is written later.
 
         Raises:
-            ArgumentError: the format of the settings cannot represent these adapters.
+            ArgumentError: the file format that the settings name cannot represent these adapters.
         """
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
@@ -269,7 +269,8 @@ class Task(Protocol):
         """Write all parts of the model, with the adapters merged into the weights.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder, or does not suit the model.
+            ConfigError: `output` exists and is not an empty folder, or it is a file where a folder
+                is needed, or the reverse.
             OSError: the model cannot be written.
         """
 
@@ -300,7 +301,7 @@ class Family(Protocol):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the model's defaults by setting; they apply where `config` has no value."""
+        """Return the model's defaults by name of the setting; a value in `config` has priority."""
 
     def require_own(self) -> None:
         """Check that the weights are of this family.

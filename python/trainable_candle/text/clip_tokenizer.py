@@ -38,8 +38,8 @@ _WORD: Final = (
 class CLIPTokenizer:
     """Byte-pair encoding of text in lower case, as in `transformers.CLIPTokenizer`.
 
-    Unlike there, "!" in a text is ordinary text even if "!" is the padding token. OpenCLIP and
-    ComfyUI treat it in the same way.
+    Unlike in `transformers`, "!" in a text is ordinary text even if "!" is the padding token.
+    OpenCLIP and ComfyUI also treat it as ordinary text.
 
     Args:
         tokenizer: splits text into tokens and maps each token to its number.
@@ -213,6 +213,7 @@ def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Token
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
+            # Inverted: removes what the expression does not match, and splits off each match.
             pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
@@ -233,7 +234,7 @@ def _byte_letters() -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is no file."""
+    """Return the JSON object in a file; an empty object if there is no file."""
     values: dict[str, Any] = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return values
 

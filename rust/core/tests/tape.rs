@@ -1,4 +1,7 @@
-//! Guarantees of the tape: order, freeing, depth, versions, functional gradients.
+//! Tests of the tape: sums of gradients, long graphs, freed graphs, changed variables, gradients without side effects.
+//!
+//! `backward_with(gradient, retain_graph)` takes the gradient of the tensor on which it is called; `None` stands for 1.
+//! The last two arguments of `grad` have the same meaning.
 
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, MakeVar, Raw, Result, Tensor, Var, grad, no_grad};
@@ -9,6 +12,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_vec::<f32>().unwrap()
 }
 
+/// A tensor of the `n` values sin(0.37 i), i from 0.
 fn ramp(n: usize, shape: &[usize]) -> Tensor {
     Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
 }
@@ -73,7 +77,7 @@ fn graphs_of_a_hundred_thousand_nodes_run_and_drop() -> Result<()> {
 }
 
 #[test]
-fn a_second_pass_needs_retain_graph() -> Result<()> {
+fn a_second_backward_pass_needs_retain_graph() -> Result<()> {
     let x = Var::new(2f32, &CPU)?;
     let y = x.exp()?.sqr()?;
     y.backward_with(None, true)?;
@@ -92,6 +96,7 @@ fn a_changed_variable_is_an_error_not_a_wrong_gradient() -> Result<()> {
     assert!(matches!(error, Error::Autograd { .. }) && error.to_string().contains("changed in place"), "{error}");
     // A view shares the version of its variable: the count of changes that the backward pass checks.
     let m = Var::new([1f32, 2.0].as_slice(), &CPU)?;
+    // The backward pass to `x` needs the value of the view.
     let z = m.narrow(0, 0, 1)?.detach().mul(&x)?;
     m.set(&Tensor::zeros(2, DType::F32, &CPU)?)?;
     assert!(z.backward().is_err());
@@ -107,8 +112,9 @@ fn functional_gradients_leave_the_variables_alone() -> Result<()> {
     let grads = grad(&y, &[&x, &middle, &other], None, false)?;
     assert_eq!(grads[0].as_ref().unwrap().item()?, 36.0);
     assert_eq!(grads[1].as_ref().unwrap().item()?, 12.0);
-    assert!(grads[2].is_none());
+    assert!(grads[2].is_none(), "y does not depend on `other`");
     assert!(x.grad().is_none() && w.grad().is_none());
+    // A tensor that needs no gradient is an error.
     assert!(grad(&(&x * 2.0)?, &[&Tensor::new(1f32, &CPU)?], None, false).is_err());
     Ok(())
 }
@@ -176,6 +182,7 @@ fn gradients_of_f32_parameters_stay_f32_under_half_precision() -> Result<()> {
 fn flat_buffers_hold_all_values_in_one_vector_and_all_gradients_in_another() -> Result<()> {
     let buffer = FlatBuffer::new(&[ramp(6, &[2, 3]), ramp(4, &[4])])?;
     let (a, b) = (&buffer.vars()[0], &buffer.vars()[1]);
+    // The last two elements of a do not occur in the loss.
     let loss = a.sqr()?.reshape(6)?.narrow(0, 0, 4)?.mul(b)?;
     loss.backward_with(Some(&Tensor::ones(4, DType::F32, &CPU)?), false)?;
     let flat = buffer.grad().to_vec1::<f32>()?;
@@ -184,9 +191,9 @@ fn flat_buffers_hold_all_values_in_one_vector_and_all_gradients_in_another() -> 
     assert_eq!(flat[4..6], [0.0, 0.0]);
     b.set(&Tensor::ones(4, DType::F32, &CPU)?)?;
     assert_eq!(buffer.data().to_vec1::<f32>()?[6..], [1.0; 4]);
-    let read = a.grad().unwrap();
+    let read_before = a.grad().unwrap();
     a.zero_grad()?;
-    assert!(a.grad().is_none() && values(&read)[0] == flat[0]);
+    assert!(a.grad().is_none() && values(&read_before)[0] == flat[0]);
     Ok(())
 }
 

@@ -13,9 +13,9 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// Holds the Python function during a call of [`CapturedFunction`]. Between calls the slot is empty: only the
-/// `CapturedFunction` then refers to the function, so that Python's garbage collector finds reference cycles through
-/// the function.
+/// Holds the Python function during a call of [`CapturedFunction`]. Between calls the slot is empty, because Python's
+/// garbage collector cannot see what it holds: it finds reference cycles through the function only if nothing but the
+/// field `function`, which `__traverse__` shows to it, refers to the function.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which

@@ -8,12 +8,15 @@ use crate::{Error, Result};
 /// Identifies the storage of a gradient.
 pub(crate) type Place = usize;
 
-/// The operations that captures need from a gradient, through a shared reference. [`Settle`](super::Settle) describes
-/// them.
+/// The operations that captures need from a gradient: those of [`Settle`](super::Settle), through a shared reference.
 pub(super) trait Slot: Send + Sync {
+    /// Moves the gradient to a fixed buffer, where it accumulates from now on. Returns false if it is in one already.
     fn settle(&self) -> Result<bool>;
+    /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
+    /// Whether the fixed buffer holds a gradient.
     fn is_filled(&self) -> bool;
+    /// Marks the fixed buffer as holding a gradient, or as empty.
     fn set_filled(&self, filled: bool);
 }
 
@@ -23,9 +26,10 @@ pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
     /// Whether the change still holds at the end of the function. The update of a derived value no longer holds if the
     /// variable has changed since.
-    fn is_last(&self) -> bool {
+    fn still_holds(&self) -> bool {
         true
     }
+    /// Makes the change again.
     fn repeat(&self);
 }
 
@@ -126,8 +130,8 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     ))
 }
 
-/// Records a change of the state `key`. `undo` restores the value that the state had before the change; only the `undo`
-/// of the first change of a state is kept.
+/// Records a change of the state with the key `key`. `undo` restores the value that the state had before the change;
+/// only the `undo` of the first change of a state is kept.
 pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| {
@@ -209,7 +213,7 @@ impl Run {
         effects.filled = effects.gradients.iter().map(|gradient| gradient.is_filled()).collect();
         // If the function has changed a variable after deriving a value from it, the derived value is out of date, and
         // stays so after replays.
-        effects.followers.retain(|follower| follower.is_last());
+        effects.followers.retain(|follower| follower.still_holds());
         effects
     }
 }
@@ -322,18 +326,18 @@ impl Effects {
         changed.map(|dependency| dependency.name)
     }
 
-    /// Keeps the changes of a recording that has succeeded.
+    /// Keeps the changes of a recording that has succeeded: dropping the effects no longer undoes them.
     pub(crate) fn commit(&mut self) {
         self.undo.clear();
     }
 
     /// Runs the functions given to `before_replay`.
-    pub(crate) fn before(&self) -> Result<()> {
+    pub(crate) fn run_before_replay(&self) -> Result<()> {
         self.before.iter().try_for_each(|work| work())
     }
 
-    /// Repeats the effects on the host after a replay.
-    pub(crate) fn after(&self) {
+    /// Repeats the effects on the host, and calls the functions given to `after_replay`.
+    pub(crate) fn run_after_replay(&self) {
         self.restore_gradients();
         self.versions.iter().chain(&self.followers).for_each(|change| change.repeat());
         self.after.iter().for_each(|effect| effect());
@@ -365,6 +369,7 @@ mod tests {
             (x.as_tensor() * x.as_tensor())?.backward()?;
             x.set(&Tensor::new(3f32, &Device::Cpu)?)
         };
+        // An eager run.
         let run = Run::begin(false).unwrap();
         step().unwrap();
         let mut eager = run.finish();
@@ -374,6 +379,7 @@ mod tests {
         assert_eq!(gradient(&x), 4.0);
         let storage = x.grad_storage().unwrap();
 
+        // A capture. On the CPU, a captured function runs as usual.
         let run = Run::begin(true).unwrap();
         step().unwrap();
         let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -391,8 +397,8 @@ mod tests {
         let version = x.version();
         x.zero_grad().unwrap();
         assert!(x.grad().is_none());
-        assert!(effects.before().is_err());
-        effects.after();
+        assert!(effects.run_before_replay().is_err());
+        effects.run_after_replay();
         assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
         // On the CPU nothing was replayed, so the gradient counts as filled, with the zeros of zero_grad().
         assert_eq!(gradient(&x), 0.0);

@@ -179,7 +179,7 @@ mod tests {
         effects.commit();
         assert_eq!(count.get(), (5 + 1) * 2);
         // A replay of the recorded call.
-        effects.after();
+        effects.run_after_replay();
         drop(effects);
         assert_eq!(count.get(), (12 + 1) * 2);
     }

@@ -69,7 +69,7 @@ impl Repeat for Following {
         Arc::as_ptr(&self.0.0) as usize
     }
 
-    fn is_last(&self) -> bool {
+    fn still_holds(&self) -> bool {
         // False if the variable has changed after this update.
         self.0.is_at(&self.1)
     }
@@ -96,7 +96,7 @@ mod tests {
         let effects = run.finish();
         assert_eq!((version.get(), current.version(), outdated.version()), (2, 2, 0));
         // What follows a replay: both changes of the variable together count as one.
-        effects.after();
+        effects.run_after_replay();
         assert_eq!((version.get(), current.version(), outdated.version()), (3, 3, 0));
     }
 
@@ -110,7 +110,7 @@ mod tests {
         version.bump();
         follower.follow(&version);
         let effects = run.finish();
-        effects.after();
+        effects.run_after_replay();
         assert_eq!((version.get(), follower.version()), (2, 2));
     }
 }

@@ -1,4 +1,4 @@
-//! Changes tensors in place, including views of larger buffers.
+//! Changes CPU tensors in place, including views of larger buffers.
 //!
 //! No two elements of the changed tensor (`dst`) may have the same memory, as they do in a broadcast view. A second
 //! operand (`src`) must have another storage than `dst`. Candle returns an error if one of these rules is broken.
@@ -185,6 +185,7 @@ fn update_from<D: Stored, S: Stored>(
     if let Some(src) = src.contiguous() {
         return update(dst, layout, &|dst, start| kernel(dst, &src[start..start + dst.len()]));
     }
+    // `src` is not contiguous: gather up to `BLOCK` of its elements at a time.
     update(dst, layout, &|dst, start| {
         let mut blocks = Blocks::new(&src);
         let mut start = start;
@@ -208,7 +209,8 @@ fn update<D: Stored>(
     par_ranges(layout.shape().elem_count(), GRAIN, |range| {
         let start = range.start;
         for_each_run(&axes, range, |position, offset, stride, length| {
-            // A run with gaps between its elements becomes pieces of one element.
+            // A run is `length` elements, `stride` apart in memory. The first is at index `offset` of `dst` in memory,
+            // and at index `position` of the range. If there are gaps between the elements, each one is a piece.
             let (pieces, piece_length) = if stride == 1 { (1, length) } else { (length, 1) };
             for i in 0..pieces {
                 let first = offset + i * stride;

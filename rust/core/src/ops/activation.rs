@@ -1,7 +1,7 @@
 //! The activations GELU (exact, tanh and quick) and SiLU, each with its derivative as one fused function.
 //!
 //! The [`Unary`] function of a type is the activation. Its [`Binary`] function maps the gradient `g` of the result and
-//! the input `x` to the gradient of the input.
+//! the input `x` to the gradient of the input. So the backward pass saves the input, not the result (`SAVES_RESULT`).
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
@@ -195,7 +195,7 @@ fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
     x.mul(&inner.tanh()?.add_scalar(1.0)?)?.mul_scalar(0.5)
 }
 
-/// Registry entries of this file.
+/// Registry entries of this file. A [`Case`] has a name, the shape of each input, and the call to test.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

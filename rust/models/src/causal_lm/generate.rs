@@ -80,8 +80,10 @@ impl Generation {
         if self.is_done() {
             return Ok(chosen);
         }
+        // Checks from time to time whether the user has interrupted; the argument says how much work a step is.
         self.interrupt.step(self.unread.len().saturating_mul(model.config().vocab_size))?;
         let new: Vec<&[u32]> = self.unread.iter().map(Vec::as_slice).collect();
+        // Shape (texts that have not ended, vocab).
         let scores = model.extend(&mut self.cache, &new)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
         let vocab = scores.dims()[1];
         let mut scores = scores.reshape(scores.elem_count())?.to_vec::<f32>()?;
@@ -133,14 +135,14 @@ impl CausalLM {
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].
     pub fn generate(&self, prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Vec<Vec<u32>>> {
-        let mut added = vec![Vec::new(); prompts.len()];
+        let mut generated = vec![Vec::new(); prompts.len()];
         let mut generation = Generation::new(prompts, options)?;
         while !generation.is_done() {
-            for (tokens, token) in added.iter_mut().zip(generation.step(self)?) {
+            for (tokens, token) in generated.iter_mut().zip(generation.step(self)?) {
                 // The token is `None` if the text has ended.
                 tokens.extend(token);
             }
         }
-        Ok(added)
+        Ok(generated)
     }
 }

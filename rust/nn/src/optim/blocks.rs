@@ -1,4 +1,4 @@
-//! Updates a chunk of a parameter with 8-bit states block by block.
+//! A step of an optimizer with 8-bit states: updates a chunk (consecutive elements of a parameter) block by block.
 
 use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
@@ -90,7 +90,7 @@ pub(super) fn check_equal_steps<const N: usize>(step: impl Step<N>) {
     use super::lanes::with_all_lanes;
     use std::cell::RefCell;
 
-    /// Three full blocks and a block that is not full.
+    /// Three full blocks of 256 elements, and a block that is not full.
     const LEN: usize = 1000;
 
     /// Makes gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.

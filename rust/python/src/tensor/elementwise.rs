@@ -1,4 +1,6 @@
-//! Elementwise functions.
+//! Methods of Python's `Tensor` that map each element by itself, and the function `where`.
+//!
+//! [`compute`] takes the number of elements, and releases the GIL if there are many.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -111,6 +113,7 @@ pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Ope
     // A number becomes a tensor in the dtype and on the device of the other operand.
     compute(py, work, || match (&input, &other) {
         (Operand::Number(a), Operand::Number(b)) => {
+            // Only the dtype and the device of this tensor matter.
             let in_f32 = tc::Tensor::full(0.0, (), candle_core::DType::F32, condition.0.device())?;
             select(&a.like("where", &in_f32)?, &b.like("where", &in_f32)?)
         }

@@ -44,15 +44,15 @@ pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, steps: usize) -> Re
 pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
     let at = |&t: &f64| {
         let t = t.clamp(0.0, (sigmas.len() - 1) as f64);
-        let (below, part) = (t as usize, t.fract());
+        let (below, fraction) = (t as usize, t.fract());
         let above = (below + 1).min(sigmas.len() - 1);
-        sigmas[below] + part * (sigmas[above] - sigmas[below])
+        sigmas[below] + fraction * (sigmas[above] - sigmas[below])
     };
     timesteps.iter().map(at).collect()
 }
 
-/// `steps` noise levels from `first` down to `last`, spaced as in Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ
-/// = 7.
+/// `steps` noise levels from `first` down to `last`, spaced as in Karras et al. 2022 (arXiv:2206.00364, equation 5)
+/// with ρ = 7.
 pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
     const RHO: f64 = 7.0;
     let (first, last) = (first.powf(1.0 / RHO), last.powf(1.0 / RHO));
@@ -61,7 +61,7 @@ pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
 }
 
 /// The timestep of the noise level `sigma`, interpolated linearly in ln σ between two whole timesteps. `sigmas[t]` is
-/// the noise level of the whole timestep `t`.
+/// the noise level of the whole timestep `t`; the levels increase with `t`.
 pub(super) fn timestep_of(sigmas: &[f64], sigma: f64) -> f64 {
     let below = sigmas.partition_point(|&s| s <= sigma).clamp(1, sigmas.len() - 1) - 1;
     let (low, high) = (sigmas[below].ln(), sigmas[below + 1].ln());

@@ -128,7 +128,7 @@ impl Captured {
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
-                effects.before()?;
+                effects.run_before_replay()?;
                 // Notes which gradients have values now: if the recording fails, they are marked so again.
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
@@ -351,9 +351,9 @@ impl Graph {
 
     /// Repeat a call of the function: launch the recorded work, and repeat the function's effects on the host.
     fn replay(&self) -> Result<()> {
-        self.effects.before()?;
+        self.effects.run_before_replay()?;
         self.launch()?;
-        self.effects.after();
+        self.effects.run_after_replay();
         Ok(())
     }
 }

@@ -1,4 +1,5 @@
-//! Products of e4m3 codes by cuBLASLt on compute capability 9.0. cuBLASLt scales the sums before it writes them.
+//! W8A8 products (8-bit codes of the input times 8-bit codes of the weights) of e4m3 codes by cuBLASLt, on compute
+//! capability 9.0. cuBLASLt multiplies the sums by the scales of the codes before it writes them.
 
 use candle_core::DType;
 
@@ -17,7 +18,7 @@ const ALIGNMENT: u64 = 16;
 /// Sums of this many products with random signs then have a relative error of 7e-4. That is little beside the errors
 /// from rounding the factors to e4m3 (4e-2) and the sums to bf16 (1e-3). Tensor cores truncate, so sums of products
 /// with equal signs are too small: sums of this many products by 2 %, sums of 5,120 by 9 %. Measured on an H200 on
-/// 2026-11-27. Like this file, torchao uses fast accumulation for results and f32 for gradients:
+/// 2026-11-27. As here, torchao uses fast accumulation for results and f32 for gradients:
 /// <https://github.com/pytorch/ao/blob/024fe94fd86a94f43be1f0dd62201bd92a313dcb/torchao/float8/config.py>.
 const FAST_TERMS: usize = 1280;
 
@@ -26,8 +27,9 @@ pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
     kind == Codes::E4m3 && gpu.runs_hopper_kernels() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Writes the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the
-/// scales of its row and column, plus the addends. Returns false if the device, format or dtype is not supported.
+/// Writes the product x wᵀ to `y`: `x` is (rows, columns), `w` is (outputs, columns), and `y` is (rows, outputs). The
+/// rows of `w` are divided into parts. An element of y is the sum of products of codes, times the scales of its row in
+/// x and of its row in w, plus the addends. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -61,9 +63,9 @@ fn scale_vector(part: &Part) -> Result<Option<Raw>> {
     if is_aligned { Ok(Some(scales.clone())) } else { crate::raw::own_copy(scales).map(Some) }
 }
 
-/// Writes the product of `x` with codes (n, columns) and their scales (n) to n columns of `y` from column `start` on.
-/// `addends` are those of all columns of `y`. With `is_fast`, sums may have fewer bits: see [`FAST_TERMS`]. Returns
-/// false if cuBLASLt does not support the product.
+/// Writes the product of `x` with n rows of a matrix, given by their codes (n, columns) and scales (n), to n columns of
+/// `y` from column `start` on. `addends` are those of all columns of `y`. With `is_fast`, sums may have fewer bits: see
+/// [`FAST_TERMS`]. Returns false if cuBLASLt does not support the product.
 pub(super) fn write_product(
     gpu: &Gpu,
     x: &Rounded,
