@@ -1,6 +1,7 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. A row of x (rows, 2 width) has two halves: h, then the gate. Each half has its
-// own low-rank product hidden upᵀ (include/low_rank.cuh) and its own scale s. The products are computed in registers: to add them to x in
-// memory, a kernel would have to read and write x once more, and with thousands of rows these accesses would take most of the time.
+// Gated linear units (kernels/gated.cu), h times an activation of the gate, of x + s hidden upᵀ. A row of x (rows, 2 width) has two
+// halves: h, then the gate. Each half has its own low-rank product hidden upᵀ (include/low_rank.cuh) and its own scale s. The products are
+// computed in registers: to add them to x in memory, a kernel would have to read and write x once more, and with thousands of rows these
+// accesses would take most of the time.
 //
 // y and its gradient grad are (rows, width); dx, the gradient of x + s hidden upᵀ, has the shape of x. For each half, the rows of hidden
 // (rows, RANK) are `hidden_row` elements apart, and those of up (width, RANK) `up_row` elements; hidden is null for a half without a
@@ -129,6 +130,7 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
                 const float h = h_half.sum(tile.h_half, h_products, i, k), gate = gate_half.sum(tile.gate_half, gate_products, i, k);
                 if (is_backward) {
                     const float grads = widen(reinterpret_cast<const T *>(&tile.grad[i])[k]);
+                    // The activation of the gate, and its derivative.
                     float value, slope;
                     F::template both<T>(gate, value, slope);
                     results[0][k] = grads * value;

@@ -56,7 +56,8 @@ def remainder(name: str, dividend: Any, divisor: Any) -> Tensor:
     remainders: Any = _computed(name, np.remainder, dividend, divisor)
     if remainders is NotImplemented:
         return cast("Tensor", remainders)
-    # The host's computation is not on the tape. Terms that are 0 add the derivatives.
+    # The tape does not record what numpy computes. Each term added here is 0, so that it changes no
+    # value, and has the derivative of the remainder with respect to one operand.
     if _needs_gradient(dividend):
         remainders = remainders + _zero(dividend, remainders.dtype)
     if _needs_gradient(divisor):
@@ -123,13 +124,13 @@ def _dtype(dividend: Any, divisor: Any) -> DType:
     """Return the dtype of `dividend * divisor`, found by multiplying stand-ins of one element."""
     # Python numbers and 0-d tensors affect the dtype of a product less than other operands, so
     # their stand-ins are numbers and 0-d tensors, too.
-    one, other = (
+    first, second = (
         _core.zeros((1,) if x.ndim else (), dtype=x.dtype)
         if isinstance(x, _core.Tensor)
         else type(x)(1)
         for x in (dividend, divisor)
     )
-    product: Tensor = one * other
+    product: Tensor = first * second
     return product.dtype
 
 

@@ -107,10 +107,12 @@ class Simulation:
         self.simulate = load_simulate()
         self.folder = folder
         self.build = cache(self.build_variant)
+        # The simulated driver reads here which kernels the extension has.
         self.kernels = folder / "kernels"
         self.kernels.write_text(self.simulate.table(Path(_core.__file__)))
 
     def build_variant(self, libraries: tuple[str, ...], missing: tuple[str, ...]) -> Path:
+        """Build `libraries` without the functions `missing`, and return their folder."""
         # The count of misses differs for each variant, because `build` caches this function.
         folder = self.folder / f"variant-{self.build.cache_info().misses}"
         self.simulate.build(folder, libraries, missing)
@@ -148,6 +150,7 @@ class Simulation:
             command, env=environment, capture_output=True, text=True, check=False, timeout=120
         )
         calls = [parse(line) for line in log.read_text().splitlines()] if log.exists() else []
+        # Calls to which the simulated libraries returned an error; they may explain a failure.
         refused = [call for call in calls if call.kind == "refused"]
         assert result.returncode == 0, f"{result.stderr}\n{refused}"
         return Run(result.stdout, calls)

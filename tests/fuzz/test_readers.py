@@ -1,4 +1,4 @@
-"""Feed 150 damaged files to each reader; `run.py --cases N` feeds N."""
+"""Feed 150 damaged files to each reader of files in Python; `run.py --cases N` feeds N."""
 
 import subprocess
 import sys

@@ -54,10 +54,12 @@ class Family(NamedTuple):
 
     @property
     def stored(self) -> dict[str, tc.Tensor]:
+        """The parameters in the file that diffusers wrote."""
         return tc.load_file(self.folder / "transformer" / "diffusion_pytorch_model.safetensors")
 
     @property
     def case(self) -> dict[str, tc.Tensor]:
+        """Inputs of the model by their names, and diffusers' `output` for them."""
         return tc.load_file(self.folder / "transformer_forward.safetensors")
 
     def predict(self, model: Model, device: str = "cpu", **changes: object) -> tc.Tensor:
@@ -87,9 +89,9 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Add the initial adapter of the case `name` to a model on `device`.
+    """Add the initial adapter of the golden file of `name` to a model on `device`.
 
-    Return the adapter and all tensors of the case.
+    Return the adapter and all tensors of the golden file: peft's results with this adapter.
     """
     path = decompressed(family.folder / f"transformer_{name}.safetensors")
     case, settings = tc.load_file(path), metadata(path)
@@ -188,6 +190,7 @@ def test_a_batch_equals_its_samples_one_by_one(family: Family) -> None:
 def test_a_file_with_the_original_names_holds_the_same_model(
     family: Family, tmp_path: Path
 ) -> None:
+    """Original names are those in the file that the model's authors published."""
     model = family.load("bf16")
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
@@ -220,16 +223,17 @@ def test_the_padding_of_a_text_is_not_read() -> None:
     family = FAMILIES["zimage"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
-    own = 19  # the number of tokens of the second text without its padding
-    assert case["lengths"].tolist()[1] == own
-    expected = model(x, text[:, :own], times)
+    length = 19  # the number of tokens of the second text without its padding
+    assert case["lengths"].tolist()[1] == length
+    expected = model(x, text[:, :length], times)
     assert relative_error(expected, case["output"][1:]) < ROUNDING
     # The model pads each text to a multiple of 32 tokens. With its padding, a text of 19 tokens
     # fills a row of 32 tokens, but not a row of 80.
-    for length, rows_are_full in ((32, True), (32, False), (80, False)):
-        longer = tc.cat([text[:, :own], 100.0 * tc.ones((1, length - own, 40))], 1)
+    for row, rows_are_full in ((32, True), (32, False), (80, False)):
+        # The padding is large, so that the result would differ if the model read it.
+        longer = tc.cat([text[:, :length], 100.0 * tc.ones((1, row - length, 40))], 1)
         found = model(x, longer, times, case["lengths"][1:], rows_are_full=rows_are_full)
-        assert relative_error(found, expected) < ROUNDING, length
+        assert relative_error(found, expected) < ROUNDING, row
 
 
 @pytest.mark.parametrize("name", ["chroma", "qwen-image"])
@@ -239,11 +243,12 @@ def test_texts_are_read_to_their_length(name: str) -> None:
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
     image_ids, text_ids = case["img_ids"], case["txt_ids"]
-    own = int(case["lengths"][1].item())  # the tokens of the second text without its padding
-    expected = model(x, text[:, :own], times, image_ids, text_ids[:own])
+    length = int(case["lengths"][1].item())  # the tokens of the second text without its padding
+    expected = model(x, text[:, :length], times, image_ids, text_ids[:length])
     assert relative_error(expected, case["output"][1:]) < ROUNDING
-    longer = tc.cat([text[:, :own], 100.0 * tc.ones((1, 9, 40))], 1)
-    longer_ids = tc.cat([text_ids[:own], tc.zeros((9, 3))], 0)
+    # Nine tokens of padding, which are large, so that the result differs if the model reads them.
+    longer = tc.cat([text[:, :length], 100.0 * tc.ones((1, 9, 40))], 1)
+    longer_ids = tc.cat([text_ids[:length], tc.zeros((9, 3))], 0)
     found = model(x, longer, times, image_ids, longer_ids, case["lengths"][1:])
     assert relative_error(found, expected) < ROUNDING
     # Without `lengths`, the padding is read as text.
@@ -308,9 +313,10 @@ def test_files_of_comfyui_with_fused_projections_are_read_and_z_image_omni_is_re
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
     prefix, ours = "model.diffusion_model.", model.named_tensors()
-    parts = [ours[f"layers.1.attention.to_{name}.weight"].to("f32") for name in "qkv"]
+    projections = [ours[f"layers.1.attention.to_{name}.weight"].to("f32") for name in "qkv"]
     fused = written[f"{prefix}layers.1.attention.qkv.weight"].to("f32")
-    np.testing.assert_array_equal(fused.numpy(), tc.cat(parts, 0).numpy())
+    np.testing.assert_array_equal(fused.numpy(), tc.cat(projections, 0).numpy())
+    # The file below has no configuration, so the loader reads the one in a folder beside the file.
     (tmp_path / "transformer").mkdir()
     config = (family.folder / "transformer" / "config.json").read_bytes()
     (tmp_path / "transformer" / "config.json").write_bytes(config)
@@ -328,7 +334,8 @@ def test_files_of_comfyui_with_fused_projections_are_read_and_z_image_omni_is_re
 def test_positions_beyond_the_axes_are_rejected() -> None:
     """130 x 8 latents are 65 x 4 tokens, but the second axis has only 64 positions."""
     family = FAMILIES["zimage"]
-    # Along the first axis, 64 text tokens with padding need 64 positions and two more.
+    # Along the first axis, padding of the image is at 0, the 64 text tokens (with their padding)
+    # are at 1 to 64, and the image is at 65.
     with pytest.raises(tc.ShapeError, match=r"need \[66, 65, 4\] positions.*axes_lens"):
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
 

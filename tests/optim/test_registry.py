@@ -1,4 +1,7 @@
-"""Test the registry of optimizers, and the classes, stubs and document that must agree with it."""
+"""Test the registry of optimizers, and the classes, stubs and document that must agree with it.
+
+Compare the steps of CAME with those of its authors' code.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,7 @@ def test_the_stubs_and_the_list_of_features_name_every_optimizer() -> None:
     stub = root / "python" / "trainable_candle" / "optim" / "kinds.pyi"
     classes = [n.name for n in ast.parse(stub.read_text()).body if isinstance(n, ast.ClassDef)]
     assert classes == [kind.__name__ for kind in ALL_KINDS]
+    # The list names AdamW and says that it has an 8-bit form; it does not name AdamW8bit.
     features = (root / "docs" / "features.md").read_text()
     assert [name for name in classes if name.removesuffix("8bit") not in features] == []
 
@@ -85,6 +89,7 @@ def test_the_stubs_and_the_list_of_features_name_every_optimizer() -> None:
 )
 def test_steps_of_came_equal_those_of_its_authors(case: str, options: dict[str, Any]) -> None:
     golden = tc.load_file(GOLDEN / "came.safetensors")
+    # `p0` to `p2` are the initial values; `default.p0` and the like are the values after six steps.
     variables = [tc.Var(golden[f"p{i}"]) for i in range(3)]
     optimizer = optim.CAME(variables, **options)
     for step in range(6):

@@ -40,6 +40,7 @@ def test_token_ids_equal_those_of_transformers(t5: T5Tokenizer) -> None:
 
 @pytest.mark.parametrize("length", [1, 8, 77])
 def test_padded_rows_equal_those_of_transformers(t5: T5Tokenizer, length: int) -> None:
+    # `case["8"]` has the ids and the mask of the text's row of 8 tokens.
     cases = [case for case in CASES if str(length) in case]
     assert len(cases) > 50
     ids, mask = t5([case["text"] for case in cases], length)
@@ -78,6 +79,7 @@ def tokenizer_json(**changes: Any) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
+        # The tokenizer must ignore this limit.
         "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0},
         "padding": None,
         "added_tokens": [
@@ -111,11 +113,12 @@ def test_spiece_model_and_tokenizer_json_give_the_same_tokenizer(
     tmp_path: Path, t5: T5Tokenizer
 ) -> None:
     (tmp_path / "spiece.model").write_bytes(model_bytes())
-    slow = T5Tokenizer.from_pretrained(tmp_path)
-    fast = write_and_read(tmp_path, tokenizer_json())
-    assert fast.size == slow.size == t5.size
+    from_model = T5Tokenizer.from_pretrained(tmp_path)
+    from_json = write_and_read(tmp_path, tokenizer_json())
+    assert from_json.size == from_model.size == t5.size
     for case in CASES:
-        assert fast.encode(case["text"]) == slow.encode(case["text"]) == case["ids"], case["text"]
+        text, ids = case["text"], case["ids"]
+        assert from_json.encode(text) == from_model.encode(text) == ids, text
 
 
 def test_added_tokens_are_read_if_their_numbers_follow_the_others(
@@ -156,17 +159,19 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
     ):
         T5Tokenizer.from_pretrained(tmp_path)
     intact = model_bytes()
-    # Serialized pieces: `abc`, and `<unk>` of type 2, unknown.
+    # Serialized protobuf messages. These are the pieces `abc`, and `<unk>` of type 2, unknown.
     piece = b"\x0a\x05\x0a\x03abc"
     unknown = b"\x0a\x09\x0a\x05<unk>\x18\x02"
     for damaged, message in (
         (intact[:-1], "ends within a field"),
         (intact[:100_000], "ends within a field"),
+        # The trainer's settings, with the model's type 2.
         (unknown + b"\x12\x02\x18\x02", "of type 2, expected 1, unigram"),
         (piece, "has no piece for unknown text"),
         (unknown + piece, "the vocabulary has no '<pad>'"),
         (b"\x0b", "wire type 3"),
         (b"\x08" + b"\xff" * 11, "an integer of more than 64 bits"),
+        # A piece of two bytes: the tag of a number of four bytes, and only one byte of the number.
         (b"\x0a\x02\x0d\x00", "ends within a field"),
     ):
         (tmp_path / "spiece.model").write_bytes(damaged)

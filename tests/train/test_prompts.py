@@ -91,6 +91,7 @@ def test_an_image_has_its_settings_in_a1111s_format() -> None:
         "a cat\nNegative prompt: blurry\n"
         "Steps: 20, Sampler: DPM++ 2M, CFG scale: 5, Seed: 7, Size: 64x32, Model: sdxl"
     )
+    # Commas separate the settings, so spaces replace those in the model's name.
     assert infotext(
         prompt, "a, b", DrawingDefaults(20, 1.0), (64, 32), Place(number=1, count=2)
     ).endswith("Model: a  b, Batch size: 2, Batch pos: 1")

@@ -1,4 +1,7 @@
-"""Functions that write an adapter's files, one for each program in `READERS`."""
+"""Functions that write an adapter of a language model for other programs, one for each program.
+
+`READERS` in readers.py describes these programs.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     tensors = {}
+    # `filled` pads the factors to the largest rank, `adapter.rank`, which becomes `r` below.
     for layer, factors in adapter.filled().items():
         prefix = f"base_model.model.{layer}."
         tensors[f"{prefix}lora_A.weight"] = tc.tensor(factors.down)
@@ -54,7 +58,7 @@ def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
         "use_rslora": False,
     }
     write_atomically(output / CONFIG, json.dumps(settings, indent=2) + "\n")
-    copy_files(family.weights, output)
+    copy_files(family.weights, output)  # the tokenizer's files
     return [f'PeftModel.from_pretrained(model, "{output}")']
 
 
@@ -90,17 +94,17 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
     tc.save_file(tensors, output / MLX_WEIGHTS, {"format": "mlx"})
     # "model.layers.NUMBER.NAME" -> (NUMBER of the decoder layer, NAME of the linear layer in it).
     # mlx-lm adapts all `keys` in each of the last `num_layers` decoder layers.
-    places = [layer.split(".", 3)[2:] for layer in adapter.layers]
+    numbers_and_names = [layer.split(".", 3)[2:] for layer in adapter.layers]
     total = int(family.settings["num_hidden_layers"])
     settings: dict[str, Any] = {
         "model": base,
         "fine_tune_type": "lora",
-        "num_layers": total - min(int(number) for number, _ in places),
+        "num_layers": total - min(int(number) for number, _ in numbers_and_names),
         "lora_parameters": {
             "rank": adapter.rank,
-            "scale": 1.0,
+            "scale": 1.0,  # `up` includes the scale
             "dropout": 0.0,
-            "keys": sorted({name for _, name in places}),
+            "keys": sorted({name for _, name in numbers_and_names}),
         },
     }
     write_atomically(output / CONFIG, json.dumps(settings, indent=2) + "\n")

@@ -74,6 +74,7 @@ def _check_effects(config: TrainConfig) -> None:
     """Raise the error for the settings without effect, if there are any."""
     flags_by_needed: dict[str, list[str]] = {}
     for condition, names in settings_without_effect(config):
+        # The condition's own message, if "... has no effect without ..." does not fit.
         if condition.complaint is not None:
             raise ConfigError(condition.complaint)
         flags_by_needed.setdefault(condition.needed, []).extend(flag(name) for name in names)

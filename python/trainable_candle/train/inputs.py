@@ -73,8 +73,9 @@ class StepInputs(Generic[Batch]):
                 BatchInputs(number, inputs, equal_share, amount)
                 for number, (inputs, _, amount) in zip(numbers, batches, strict=True)
             ]
-        # With several processes, no process knows the others' weights before the step; then
-        # `distributed.sums.sum_up` divides by the sum of all weights.
+        # With several processes, no process knows the others' weights before the step. So these
+        # shares need not add up to 1: after the step, `distributed.sums.sum_up` divides the loss
+        # and the gradients by the sum of the shares of all processes.
         is_alone = self.group.size == 1
         total = math.fsum(weight for _, weight, _ in batches)
         divisor = total if is_alone else self.batches_in_step

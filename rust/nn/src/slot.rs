@@ -13,8 +13,8 @@ use crate::base::Base;
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter, and a frozen low-rank product whose result is added to the result of the adapted layer. Each of the two
-/// may be missing.
+/// An adapter, and a frozen low-rank product whose result is added to the result of the adapted layer, such as that of
+/// a LoRA that is used only in training. Each of the two may be missing.
 #[derive(Clone, Default)]
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,

@@ -36,6 +36,7 @@ impl Tensor {
     ///         variable was changed in place since it was used.
     #[pyo3(signature = (gradient=None, retain_graph=false))]
     fn backward(&self, py: Python<'_>, gradient: Option<&Self>, retain_graph: bool) -> Result<()> {
+        // `detached` releases the GIL.
         detached(py, || self.0.backward_with(gradient.map(|g| &g.0), retain_graph)).map(|_| ())
     }
 }

@@ -4,9 +4,9 @@ pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
 The script makes the schedulers compute in f64: it replaces `float32` of torch and numpy by
-`float64`. In f32, they would lose digits, because they subtract numbers near 10,000 that differ by
-50. Noise and conditions are f32 numbers. `RUN.samples` has the sample before the first step and
-after each step.
+`float64`. In f32, they would lose digits: with a signal-to-noise ratio of 0 at the last timestep,
+they subtract numbers near 10,000 that differ by 50. Noise and conditions are f32 numbers.
+`RUN.samples` has the sample before the first step and after each step.
 """
 
 import json
@@ -34,6 +34,7 @@ SCHEDULES = {
     "short": {"num_train_timesteps": 100, "beta_end": 0.02},
 }
 V_PREDICTION = {"prediction_type": "v_prediction"}
+# A run's kind of sampler, number of steps, and settings that differ from those of SDXL.
 RUNS = {
     "euler": ("euler", 20, {}),
     "euler_v": ("euler", 20, V_PREDICTION),
@@ -77,6 +78,7 @@ def main() -> None:
         xs = [x]
         for timestep in scheduler.timesteps:
             scaled = scheduler.scale_model_input(x, timestep)
+            # The predictions for the negative and the positive condition.
             away, towards = (model(scaled, timestep.item(), c) for c in (negative, positive))
             x = scheduler.step(away + GUIDANCE * (towards - away), timestep, x).prev_sample
             xs.append(x)

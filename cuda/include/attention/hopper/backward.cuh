@@ -11,13 +11,17 @@
 #include "copies.cuh"
 #include "order.cuh"
 
-// A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is `::Order<M>` (order.cuh), or `Shares<M>`
-// (shares.cuh) for packed rows.
+// T is the dtype, D the width of a head. A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is
+// `::Order<M>` (order.cuh), or `Shares<M>` (shares.cuh) for packed rows. An item is a tile of keys of one head, with one step for each tile
+// of queries that sees these keys. A span is the steps of an item that one block takes, from `begin` to `end` (exclusive); the block does
+// `time` steps before them. If several blocks share an item, each writes its sums for dk and dv, a part, to the span's `slot` in `parts`;
+// a later kernel adds the parts. A `Walk` goes through the block's spans, a `QueryCursor` through the tiles of queries of a span. A `Ring`
+// is a thread's position in a ring of buffers: the stage (the buffer) in use, and the parity of the round, for waits at barriers.
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
-    // A tile of dS, the gradients of the scores, is transposed: it has a row for each key. Each group has sums of dq for 64 queries and 64
-    // columns, in f32.
+    // The statistics of a tile of queries are M log-sums, then M deltas. A tile of dS, the gradients of the scores, is transposed: it has
+    // a row for each key. Each group has sums of dq for 64 queries and 64 columns, in f32.
     static constexpr int SCORE_BYTES = tile_bytes<M>(KEYS_AT_ONCE), SUM_BYTES = 64 * 64 * 4;
     // Offsets in shared memory.
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
@@ -54,6 +58,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         __syncthreads();
     }
 
+    // The work of the copying thread: loads the tiles of keys and values of each span, and the tiles of queries of each step.
     __device__ __forceinline__ void copy(const float *statistics) const {
         typename Order::Walk walk(order);
         Span span;
@@ -95,14 +100,14 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
-        // `count` is the number of steps before this one, `own` that before the next step of this adder.
-        uint32_t count = 0, own = adder, parity = 0;
+        // The number of steps before this one, and the number before the next step that this adder takes.
+        uint32_t steps_before = 0, before_own_step = adder, parity = 0;
         while (walk.next(order, span)) {
             const Task keys = order.keys(span.item);
             typename Order::QueryCursor cursor(order, span, keys);
-            for (uint32_t step = span.begin; step < span.end; step++, count++, cursor.advance(order)) {
-                if (count != own) continue;
-                own += ADDERS;
+            for (uint32_t step = span.begin; step < span.end; step++, steps_before++, cursor.advance(order)) {
+                if (steps_before != before_own_step) continue;
+                before_own_step += ADDERS;
                 const uint32_t turn = order.turn(keys, cursor, span.time + step - span.begin);
                 if (threadIdx.x % WARP == 0) {
                     const uint32_t index = tile_index(cursor.queries(order, keys));
@@ -150,6 +155,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         return x;
     }
 
+    // The work of the two groups: computes dk and dv, and the terms of dq, which the adders take.
     __device__ __forceinline__ void work(float *parts) const {
         const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;

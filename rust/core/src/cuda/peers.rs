@@ -1,5 +1,5 @@
-//! [`Shards`]: memory on the devices of several processes. Each process has one shard and reads the shards of all
-//! processes.
+//! [`Shards`]: memory on the devices of several processes, for streamed blocks, whose weights the devices share. Each
+//! process has one shard and reads the shards of all processes.
 //!
 //! The driver does not allow a process to free memory that another process has mapped. So the processes share a ledger
 //! in the memory of the host, in which each process records that it has ended its mappings of the other shards. A shard
@@ -110,6 +110,7 @@ pub(super) fn sweep() {
 /// The shards of all processes of a machine. A process is named by its number on the machine.
 pub struct Shards {
     gpu: &'static Gpu,
+    /// The stream of the device's copies, which may read shards.
     copies: &'static Copies,
     /// The number of this process.
     number: usize,

@@ -208,7 +208,8 @@ pub(crate) enum HeldWeight {
 }
 
 impl HeldWeight {
-    /// Adds g W to the gradient of a node's first input. This input has shape `shape`; `grad` is the matrix g.
+    /// Adds g W to the gradient of a node's first input, for this weight W (out, in). `grad` is the matrix g (rows,
+    /// out); `shape` is the shape of the input, which has the elements of a matrix (rows, in).
     pub(crate) fn add_input_gradient(
         &self,
         context: &mut BackwardContext<'_>,
@@ -218,16 +219,18 @@ impl HeldWeight {
         if !context.needs(0) {
             return Ok(());
         }
+        let alpha = 1.0;
         match self.held()? {
-            Held::Plain(values) => context.add_product(0, shape, grad.dtype(), [grad, &values], 1.0),
+            Held::Plain(values) => context.add_product(0, shape, grad.dtype(), [grad, &values], alpha),
             Held::Quantized(quantized) => quantized.add_input_gradient(context, shape, grad),
         }
     }
 
-    /// Computes g W, where `grad` is the matrix g.
+    /// Computes g W (rows, in), where `grad` is the matrix g (rows, out).
     pub(crate) fn input_gradient(&self, grad: &Raw) -> Result<Raw> {
         match self.held()? {
             Held::Plain(values) => compute::matmul(grad, &values),
+            // A product of codes if the weight and the device allow it, else a product of values.
             Held::Quantized(quantized) => match quantized.input_gradient_of_codes(grad)? {
                 Some(product) => Ok(product),
                 None => compute::matmul(grad, &quantized.values(grad.dtype())?),
@@ -258,10 +261,11 @@ enum Held {
 impl Quantized {
     /// [`HeldWeight::add_input_gradient`] for a quantized weight.
     fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
+        // Nothing else uses the product of codes, so later gradients can be added to it in place.
+        let (owned, alpha) = (true, 1.0);
         match self.input_gradient_of_codes(grad)? {
-            // Nothing else uses the product, so later gradients can be added to it in place.
-            Some(product) => context.add_pending(0, Pending::new(product.reshape(shape)?, true)),
-            None => context.add_product(0, shape, grad.dtype(), [grad, &self.values(grad.dtype())?], 1.0),
+            Some(product) => context.add_pending(0, Pending::new(product.reshape(shape)?, owned)),
+            None => context.add_product(0, shape, grad.dtype(), [grad, &self.values(grad.dtype())?], alpha),
         }
     }
 }

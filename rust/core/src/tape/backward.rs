@@ -14,10 +14,7 @@ use super::node::{Kind, Node};
 pub(crate) use super::pending::Pending;
 use crate::compute::{Destination, LowRankTerm, Product};
 use crate::interrupt::Interrupt;
-use crate::raw::{self, Raw};
-use crate::tensor::Tensor;
-use crate::var::Var;
-use crate::{Error, Result, compute};
+use crate::{Error, Raw, Result, Tensor, Var, compute, raw};
 
 /// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together
 /// have 128 MiB, or until the pass ends; then many of them run in one launch. There is a limit because the operands
@@ -109,8 +106,8 @@ impl BackwardContext<'_> {
     /// of the input has the shape `dims`; its other elements are zero unless another gradient is added there.
     pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
         let part = start..start + grad.dims()[dim];
-        if let Some(place) = self.part(index, (grad, dims), dim, part.clone())? {
-            return compute::copy_into(&place, grad);
+        if let Some(view) = self.part(index, (grad, dims), dim, part.clone())? {
+            return compute::copy_into(&view, grad);
         }
         let Some(pending) = self.reach(index).and_then(|id| self.table.get_mut(&id)) else { return Ok(()) };
         pending.complete()?;
@@ -187,7 +184,8 @@ impl BackwardContext<'_> {
         if let Some(sum) = self.owned_sum(index, dtype)? {
             let sum = sum.reshape(matrix)?;
             let terms: Vec<[&Raw; 3]> = pairs.iter().map(|[a, b]| [&sum, a, b]).collect();
-            return compute::write_products(&terms, 1.0, true);
+            let (alpha, accumulate) = (1.0, true);
+            return compute::write_products(&terms, alpha, accumulate);
         }
         pairs.iter().try_for_each(|[a, b]| self.add_product(index, &dims, dtype, [a, b], 1.0))
     }
@@ -253,7 +251,7 @@ impl BackwardContext<'_> {
     }
 }
 
-/// The heap's order: the youngest node first.
+/// A node in the heap. The youngest node, which has the highest id, comes first: before the nodes of its inputs.
 struct Youngest(Arc<Node>);
 
 impl PartialEq for Youngest {

@@ -1,7 +1,8 @@
 //! [`Style`]: the ways to write a layer's name as a module's name in an adapter file.
 
 /// A way to write a layer's name as a module's name in an adapter file. An *original name* is the name of the layer's
-/// matrix in the original checkpoint. *With underscores* means that underscores replace the dots.
+/// matrix in the original checkpoint, the file that the model's authors published. *With underscores* means that
+/// underscores replace the dots. For a denoiser, kohya's prefix is `lora_unet`, and `ComfyUI`'s is `diffusion_model`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// kohya's prefix of the part, and the original name with underscores.

@@ -13,8 +13,8 @@ use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
-/// δ of the Huber losses at timestep t of the schedule's T timesteps (Khrapov et al. 2024, arXiv:2403.16728). `delta`
-/// is [`DiffusionConfig::huber_delta`].
+/// How δ of the Huber losses, the absolute error above which they are linear, depends on the timestep t of the
+/// schedule's T timesteps (Khrapov et al. 2024, arXiv:2403.16728). `delta` is [`DiffusionConfig::huber_delta`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
     /// δ is `delta` at every timestep.
@@ -151,8 +151,9 @@ impl DiffusionObjective {
                 Some((0..total).map(|t| config.huber_delta.powf(t as f64 / total as f64)).collect())
             }
             HuberSchedule::Snr => {
-                let delta = |sigma: f64| (1.0 - config.huber_delta) / (1.0 + sigma).powi(2) + config.huber_delta;
-                Some(schedule.sigmas().into_iter().map(delta).collect())
+                // sigma is √((1 - ᾱ) / ᾱ).
+                let at_sigma = |sigma: f64| (1.0 - config.huber_delta) / (1.0 + sigma).powi(2) + config.huber_delta;
+                Some(schedule.sigmas().into_iter().map(at_sigma).collect())
             }
         };
         Ok(Self {
@@ -199,7 +200,7 @@ impl DiffusionObjective {
         let noise = Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device())?;
         let offset = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device());
         let noise = self.with_offset(noise, offset)?;
-        let noise = self.with_multires(noise, |pyramid, _, dims| pyramid.draw(dims))?;
+        let noise = self.with_multires(noise, |pyramid, _example, dims| pyramid.draw(dims))?;
         self.noise_at(latents, &noise, &timesteps)
     }
 
@@ -256,7 +257,8 @@ impl DiffusionObjective {
         let multires = (0..batch).flat_map(|example| draw(pyramid, example, [channels, height, width])).collect();
         let multires = Tensor::from_vec::<f32>(multires, noise.dims(), &Device::Cpu)?.to_device(noise.device())?;
         let sum = noise.add(&multires)?;
-        sum.div(&sum.var(&[1, 2, 3], true, 1.0)?.sqrt()?)
+        let (keepdim, correction) = (true, 1.0);
+        sum.div(&sum.var(&[1, 2, 3], keepdim, correction)?.sqrt()?)
     }
 
     /// Add given `noise (B, C, ...)` to `latents (B, C, ...)`, at given `timesteps (B,)`, i64 or u32.

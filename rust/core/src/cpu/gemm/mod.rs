@@ -1,4 +1,4 @@
-//! Matrix products.
+//! Matrix products on the CPU.
 //!
 //! Operands are given with their strides, so a transpose is never copied. Elements are converted to the accumulator's
 //! type (f32 for f16 and bf16) when operands are packed, or in registers if an f16 or bf16 operand is read in place.
@@ -161,6 +161,7 @@ where
         c.rows,
         c.cols,
     );
+    // Of `a` and `b`, `inner` is the stride along k, over which the product sums; `outer` is the other stride.
     let product = Product {
         m: c.rows,
         n: c.cols,

@@ -1,4 +1,5 @@
-//! The CPU form, from elementwise functions.
+//! The CPU form of [`activate_beside`](super::activate_beside), composed of elementwise functions. The activation reads
+//! the columns of x from `columns.start` on; `before` has the columns to the left of the activation's result.
 
 use super::{Activation, Columns};
 use crate::cpu::Mul;
@@ -7,11 +8,11 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The two inputs of SwiGLU: the gate, which is the first half of the columns that the activation reads, and h, the
-/// second half. `x` has only these columns.
-fn halves(columns: &Columns, x: &Raw) -> Result<[Raw; 2]> {
+/// The two inputs of SwiGLU: the gate, which is the first half of `read`, the columns that the activation reads, and h,
+/// the second half.
+fn halves(columns: &Columns, read: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
-    Ok([x.narrow(dim, 0, width)?, x.narrow(dim, width, width)?])
+    Ok([read.narrow(dim, 0, width)?, read.narrow(dim, width, width)?])
 }
 
 pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Result<Raw> {
@@ -32,6 +33,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
 /// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let read = columns.of(x)?;
+    // An activation as a binary function of a gradient and the activation's input multiplies the gradient by the
+    // activation's derivative.
     let dx = match columns.activation {
         Activation::GeluTanh => compute::binary(grad, &read, GeluTanh)?,
         Activation::SwiGlu => {

@@ -1,5 +1,6 @@
-//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so it cannot leave out the
-//! rows whose target is ignored.
+//! The CUDA form of a language model's head h Wᵀ with its loss, computed for a chunk of rows at a time: cuBLAS and
+//! `kernels/cross_entropy.cu`. The host does not read the targets, so it cannot leave out the rows whose target is
+//! ignored.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cuda::{GradientFactors, Targets, losses, write_gradient};
@@ -9,7 +10,8 @@ use crate::cpu::Mul;
 use crate::raw::Raw;
 use crate::{Result, Tensor};
 
-/// The weighted sum of the losses, and its gradients.
+/// The sum of the rows' losses, each multiplied by its entry of `weights (N)`, and the sum's gradients with respect to
+/// the states and the weight of the head.
 pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
     let sum_dtype = accumulator(head.h.dtype());
     let weights = weights.map(|weights| contiguous(&cast(weights, sum_dtype)?)).transpose()?;
@@ -56,13 +58,14 @@ fn run(
     head.run(|logits, rows| {
         let (start, length) = (rows.start, rows.len());
         let targets = Targets::new(op, &ids.narrow(0, start, length)?, IGNORE_INDEX)?;
-        let (losses, lse) = losses(op, &logits, &targets, 0.0)?;
+        let smoothing = 0.0;
+        let (losses, lse) = losses(op, &logits, &targets, smoothing)?;
         if !with_gradients {
             return Ok((losses, None));
         }
         let weights = weights.map(|weights| weights.narrow(0, start, length)).transpose()?;
         let weights = weights.as_ref();
-        let factors = GradientFactors { grad: None, of_rows: false, divisor: None, weights, smoothing: 0.0 };
+        let factors = GradientFactors { grad: None, of_rows: false, divisor: None, weights, smoothing };
         // The gradient overwrites the logits.
         write_gradient(op, &logits, &lse, &targets, &logits, &factors)?;
         Ok((losses, Some(logits)))
