@@ -34,9 +34,12 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// The stages of a block. Each stage has two barriers: `filled` completes when its copies have arrived, `emptied` when the warpgroups of all
-// blocks of the cluster have read it. `stage` is the current stage, and `round` is how often the ring has begun again.
+// The stages of a block. Each stage has two barriers of 8 bytes: `filled` completes when its copies have arrived, `emptied` when the
+// warpgroups of all blocks of the cluster have read it. `stages`, `filled` and `emptied` are the addresses of the first stage and of its
+// barriers; those of the further stages follow. `stage` is the index of the current stage, and `round` is how often the ring has begun
+// again.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
+    // The number of threads of a block that multiply.
     static constexpr int WORKERS = 2 * WARPGROUP;
     uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;
     int stage = 0;
@@ -46,6 +49,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     __device__ __forceinline__ void init() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) {
+                // One arrival, of the thread that starts the copies, and one of each warpgroup of the cluster.
                 barrier_init(filled + i * 8, 1);
                 barrier_init(emptied + i * 8, CLUSTER * WORKERS / WARPGROUP);
             }
@@ -64,12 +68,13 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     // For the thread that starts the copies: waits until the current stage may be overwritten, and announces to its `filled` barrier the
     // STAGE_BYTES bytes that the copies write.
     __device__ __forceinline__ void begin_copies() const {
+        // The warpgroups end one phase of `emptied` in each round. The phase of the previous round has the parity of its number.
         if (round > 0) barrier_wait(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }
 
-    // For a warpgroup whose products of the previous stage are done: reports this to every block of the cluster, by one thread for each
-    // block.
+    // For a warpgroup whose products of the stage before the current one are done: arrives at that stage's `emptied` barrier in every block
+    // of the cluster. Thread i of the warpgroup arrives in block i.
     __device__ __forceinline__ void leave_last() const {
         const int in_group = int(threadIdx.x) % WARPGROUP;
         if (in_group < CLUSTER) barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);

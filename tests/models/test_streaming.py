@@ -41,7 +41,10 @@ def block_count(family: Family) -> int:
 def two_steps(
     family: Family, model: Model, policy: str, config: dict[str, object]
 ) -> list[np.ndarray]:
-    """Train a new adapter for two steps; return predictions, gradients and a last prediction."""
+    """Train a new adapter for two steps; return predictions, gradients and a last prediction.
+
+    `policy` is that of checkpointing; `config` has the arguments of `LoraConfig`.
+    """
     tc.manual_seed(0)
     adapter = model.add_adapter(tc.LoraConfig(**config))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
@@ -181,9 +184,12 @@ def test_the_estimate_counts_only_two_of_the_streamed_blocks() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_computes_the_same_with_streamed_blocks(policy: str) -> None:
-    """Checkpointing recomputes nested blocks together, unless they are streamed."""
+    """Checkpointing recomputes nested blocks together, unless they are streamed.
+
+    So streaming changes what is recomputed together, but must not change the results.
+    """
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
-    case.pop("output")
+    case.pop("output")  # the other tensors are the arguments of the model
     results = []
     for count in (0, 1, 12):  # of 17 blocks
         tc.manual_seed(0)

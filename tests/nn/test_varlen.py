@@ -74,6 +74,8 @@ def test_results_and_gradients_are_those_of_torch(
         mask = torch.from_numpy(visible(end - start, window))
         attend = torch.nn.functional.scaled_dot_product_attention
         segments.append(attend(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(0, 1))
+    # Torch gets no rows of padding. The gradients of q, k and v are zero there, although `grad` is
+    # not.
     torch.cat(segments).backward(torch.from_numpy(grad[: bounds[-1]]))
     ours = [tc.Var(x) for x in values]
     y = functional.varlen_attention(*ours, tc.tensor(bounds), window=window, scale=0.3)
@@ -84,6 +86,7 @@ def test_results_and_gradients_are_those_of_torch(
 
 
 def test_wrong_arguments_are_reported() -> None:
+    # Shapes (rows, heads, width): 4 rows in one segment, 6 query heads, 2 key heads.
     q, k, bounds = tc.ones(4, 6, 8), tc.ones(4, 2, 8), tc.tensor([0, 4])
     attend = functional.varlen_attention
     for error, message, call in [

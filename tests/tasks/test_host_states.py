@@ -23,7 +23,7 @@ from .works import work_without_blocks
 
 GIB = 2**30
 CARD = GPUS["RTX 4090"]
-# A step takes about 1.4 s.
+# Operations of the layers and of attention, and bytes of activations. A step takes about 1.4 s.
 WORK = work_without_blocks(layers=60e12, attention=15e12, kept=4e9)
 GROUPS = families.find("digits").groups
 
@@ -44,15 +44,18 @@ def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
             Item("model", "optimizer", int(states - on_host)),
         ]
         work = replace(WORK, states=on_host, recomputed=float(config.recomputes_all))
-        return Estimate({"training": items}, True, work, int(on_host))
+        return Estimate({"training": items}, on_gpu=True, work=work, host=int(on_host))
 
     return estimate
 
 
 def plan(states: float, gib: float, budget: Budget | None = None, **changes: Any) -> Plan:
-    """Return the plan for `gib` GiB of GPU memory and the other limits of `budget`."""
+    """Return the plan for `gib` GiB of GPU memory and the other limits of `budget`.
+
+    Without `budget`, 64 GiB of host memory are free. `changes` are settings that the plan keeps.
+    """
     config = TrainConfig(device="cuda", precision="bf16", **changes)
-    budget = budget or Budget(gib * GIB, 64 * GIB, CARD)
+    budget = budget or Budget(memory=0, host=64 * GIB, rates=CARD)
     return make_plan(config, GROUPS, replace(budget, memory=gib * GIB), estimates(states))
 
 
@@ -68,7 +71,7 @@ def test_a_plan_prefers_what_costs_less_time() -> None:
 
 
 def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
-    limits = Budget(10 * GIB, 64 * GIB, CARD)
+    limits = Budget(memory=10 * GIB, host=64 * GIB, rates=CARD)
     found = plan(2 * GIB, 10, gradient_checkpointing="none")
     assert found.chosen == {"optimizer_states": "host"}
     line = found.lines(limits)[0]
@@ -83,6 +86,7 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
 
 
 def test_a_given_place_of_the_states_is_kept() -> None:
+    # The message has the need before the plan saves memory: 10 GiB and the states.
     with pytest.raises(OutOfMemoryError, match="the run needs about 14"):
         plan(4 * GIB, 9, optimizer_states="device")
     found = plan(2 * GIB, 40, optimizer_states="host")
@@ -90,14 +94,14 @@ def test_a_given_place_of_the_states_is_kept() -> None:
 
 
 def test_states_must_fit_into_the_host() -> None:
-    # `plan` replaces the 0.
-    little_host = Budget(0, GIB, CARD)
+    little_host = Budget(memory=0, host=GIB, rates=CARD)  # `plan` replaces the 0
     with pytest.raises(OutOfMemoryError, match="memory of the host"):
         plan(4 * GIB, 8, little_host)
 
 
 def test_states_go_to_the_host_only_where_they_can_be_pinned() -> None:
-    little_pinned = Budget(0, 64 * GIB, CARD, pinned=GIB)
+    little_pinned = Budget(memory=0, host=64 * GIB, rates=CARD, pinned=GIB)
+    # The states need 2 GiB of pinned memory, so the plan chooses full checkpointing instead.
     assert plan(2 * GIB, 10, little_pinned).config.gradient_checkpointing == "full"
     with pytest.raises(OutOfMemoryError, match="the run needs about 14"):
         plan(4 * GIB, 9, little_pinned)
@@ -105,9 +109,10 @@ def test_states_go_to_the_host_only_where_they_can_be_pinned() -> None:
 
 
 def test_an_optimizer_step_copies_the_states_twice_however_many_micro_batches_it_has() -> None:
-    limits = Budget(9 * GIB, 64 * GIB, CARD)
+    limits = Budget(memory=9 * GIB, host=64 * GIB, rates=CARD)
     for micro_batches in (1, 4):
         found = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=micro_batches)
+        # 2 GiB to the GPU and back over the link (25 GB/s).
         expected = micro_batches * seconds(WORK, CARD) + 4 * GIB / 25e9
         assert step_seconds(found, limits) == pytest.approx(expected)
 
@@ -118,8 +123,9 @@ def test_the_estimate_moves_the_states_from_the_gpu_to_the_host(
 ) -> None:
     facts = tc.inspect(write_model(tmp_path, "SDXL")).parts["unet"]
     adapter = tc.LoraConfig(r=64, target_modules=["to_q", "to_out.0"])
-    count, states = adapter.plan(dict(facts.layers), optimizer)
-    assert states > 2 * count
+    parameters, states = adapter.plan(dict(facts.layers), optimizer)
+    # Every optimizer here has at least two bytes of states per parameter (two 8-bit codes).
+    assert states > 2 * parameters
     trained = {}
     for place in ("device", "host"):
         config = TrainConfig(device="cuda", precision="bf16", optimizer=optimizer)

@@ -4,8 +4,8 @@
 #include "../element.cuh"
 
 // The sizes of an attention call: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
-// result and its gradient (batch, heads, queries, value_width). With `Spans`, k and v have only heads / `heads_a_key` heads. If
-// `is_causal` is not 0, query i sees no key after key i. Passed by value.
+// result and its gradient (batch, heads, queries, value_width). With `Spans` (below: packed rows), k and v have only
+// heads / `heads_a_key` heads. If `is_causal` is not 0, query i sees no key after key i. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
     // dk and dv are sums over queries. The tensor-core kernels compute them in this number of parts. Each part is a sum over some of the
@@ -60,7 +60,7 @@ struct Spans {
     uint32_t rows, heads_a_key;
 
     __device__ __forceinline__ uint32_t group() const { return heads_a_key; }
-    // Positions after the last one count as the last one.
+    // Positions after the last one count as the last one: the last tile of a head may extend beyond the last position.
     __device__ __forceinline__ uint32_t first_key(uint32_t query) const { return spans[min(query, rows - 1)]; }
     __device__ __forceinline__ uint32_t query_end(uint32_t key) const { return spans[rows + min(key, rows - 1)]; }
     __device__ __forceinline__ uint32_t query_end(uint32_t key, const AttentionShape &) const { return query_end(key); }

@@ -33,7 +33,7 @@ def loftq(
 
     Args:
         weight: W, (out, in), floating point.
-        rank: the rank of B A, at least 1; at most the smaller side of W is used.
+        rank: the rank of B A, at least 1; a rank above the smaller side of W is reduced to it.
         format: the format of Q; see `quantize`.
         iterations: the number of iterations, at least 1; the paper uses 5.
 
@@ -85,7 +85,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
     changed = 0
     for name, down in parameters.items():
         layer = name.removesuffix(_DOWN)
-        if layer == name or len(down.shape) != 2:
+        is_down = layer != name
+        if not is_down or len(down.shape) != 2:  # the down factor of a convolution has 4 dimensions
             continue
         up = parameters[layer + _UP]
         error = _quantization_error(layer, base, original)
@@ -93,6 +94,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
             continue
         rank = down.shape[0]
         scale = scale_of(adapter.config, layer, rank)
+        # The layer multiplies the product of its factors by `scale`.
         factors = approximate(error, min(rank, *error.shape)).scaled(1 / scale)
         additional = rank - factors.rank
         down.set(_like(down, np.pad(factors.down, ((0, additional), (0, 0)))))

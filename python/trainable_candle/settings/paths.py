@@ -38,10 +38,11 @@ def paths_from_file(name: str, value: Any, folder: Path) -> Any:
         joined = folder / text
         if name == "weights" and is_name(text) and not joined.exists():
             return text  # the name of a model on the hub
-        plain = Path(os.path.normpath(joined))
+        without_dots = Path(os.path.normpath(joined))
         # Remove `..` only if the path then leads to the same file. It may lead to another file if
         # a part of the path is a symbolic link.
-        return str(plain if os.path.realpath(plain) == os.path.realpath(joined) else joined)
+        is_same = os.path.realpath(without_dots) == os.path.realpath(joined)
+        return str(without_dots if is_same else joined)
 
     return _each(name, value, change)
 
@@ -55,7 +56,7 @@ def paths_for_file(name: str, value: Any, folder: Path) -> Any:
 
     def change(text: str) -> str:
         if name == "weights" and is_name(text):
-            return text
+            return text  # the name of a model on the hub
         return os.path.relpath(os.path.realpath(text), os.path.realpath(folder))
 
     if name == "output" and isinstance(value, str) and value:

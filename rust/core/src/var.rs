@@ -1,4 +1,7 @@
-//! [`Var`]: a value that can be changed and that accumulates a gradient; [`MakeVar`] makes a variable of any tensor.
+//! [`Var`]: a value that can be changed and that accumulates a gradient; [`MakeVar`] makes a variable from any tensor.
+//!
+//! A variable can be a part of a flat buffer ([`FlatBuffer`](crate::FlatBuffer)), which stores the values of many
+//! variables in one vector, and their gradients in another.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -87,7 +90,7 @@ impl Var {
 
     /// Mark this variable as replaced by a copy, for example on another device. A step of an optimizer that still has
     /// this variable then returns an error, because the step would not train the copy.
-    pub fn replace(&self) {
+    pub fn mark_replaced(&self) {
         self.leaf().is_replaced().store(true, Ordering::Relaxed);
     }
 
@@ -127,8 +130,9 @@ impl Var {
         self.leaf().copies().get(dtype, &self.0.raw, self.counter())
     }
 
-    /// The copy of the value for computing in another dtype ([`Tensor::compute_copy`]), if there is one. An update that
-    /// writes the copy together with the value must then call [`changed_with_copy`](Self::changed_with_copy).
+    /// The copy of the value for computing in another dtype ([`Tensor::compute_copy`]), if there is one; with copies in
+    /// several dtypes, the one that was made first. An update that writes this copy together with the value must then
+    /// call [`changed_with_copy`](Self::changed_with_copy).
     pub fn copy_storage(&self) -> Option<Raw> {
         self.leaf().copies().first()
     }
@@ -209,7 +213,10 @@ impl Var {
     /// that of the variable.
     pub fn set(&self, value: &Tensor) -> Result<()> {
         self.check_like("set", value)?;
-        let source = if raw::storage_identity(&value.raw).0 == raw::storage_identity(&self.0.raw).0 {
+        let address = |tensor: &Raw| raw::storage_identity(tensor).0;
+        let source = if address(&value.raw) == address(&self.0.raw) {
+            // `value` is a view of the variable, such as its transpose, whose elements the copy would overwrite before
+            // it reads them.
             raw::own_copy(&value.raw)?
         } else {
             value.raw.clone()
@@ -231,7 +238,8 @@ impl Var {
         self.counter().get()
     }
 
-    /// Whether the data of `follower` is up to date: computed from the present value of this variable.
+    /// Whether the data of `follower` is up to date: computed from the present value of this variable. A [`Follower`]
+    /// belongs to data that is derived from a variable, and records from which version of the variable.
     pub fn is_followed_by(&self, follower: &Follower) -> bool {
         follower.is_at(self.counter())
     }
@@ -290,8 +298,8 @@ impl std::fmt::Debug for Var {
     }
 }
 
-/// Makes a trainable variable of any tensor: contiguous or not, a slice, a transpose, a broadcast, an intermediate
-/// result, of candle or of this library. The values are copied; the graph is detached.
+/// Makes a trainable variable from any tensor of candle or of this library: contiguous or not, a slice, a transpose, a
+/// broadcast, an intermediate result. The values are copied; the graph is detached.
 pub trait MakeVar {
     /// The variable.
     ///

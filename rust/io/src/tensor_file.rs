@@ -134,14 +134,15 @@ impl TensorFile {
         let Some(info) = self.metadata.info(name).cloned() else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
         };
+        // bf16 for fp8, whose values `read_fp8` converts.
         let stored = self.dtype(name, &info)?;
-        let value = match info.dtype {
+        let value_of = match info.dtype {
             Dtype::F8_E4M3 => Some(eight_bits::value_of_e4m3 as fn(u8) -> bf16),
             Dtype::F8_E5M2 => Some(eight_bits::value_of_e5m2 as fn(u8) -> bf16),
             _ => None,
         };
-        if let Some(value) = value {
-            return self.read_fp8(&info, value, dtype.unwrap_or(stored), device);
+        if let Some(value_of) = value_of {
+            return self.read_fp8(&info, value_of, dtype.unwrap_or(stored), device);
         }
         let dtype = dtype.filter(|_| is_float(stored)).unwrap_or(stored);
         let elements = check_allocation("load", &info.shape, dtype)?;
@@ -166,12 +167,12 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// Read a tensor of fp8 numbers. `value` converts a number to bf16 exactly. The bf16 numbers are then converted to
+    /// Read a tensor of fp8 numbers. `value_of` converts a number to bf16 exactly. The bf16 numbers are then converted to
     /// `dtype`.
-    fn read_fp8(&self, info: &TensorInfo, value: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
+    fn read_fp8(&self, info: &TensorInfo, value_of: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
-        let table: Vec<bf16> = (0..=u8::MAX).map(value).collect();
+        let table: Vec<bf16> = (0..=u8::MAX).map(value_of).collect();
         let values: Vec<bf16> = bytes.into_iter().map(|byte| table[usize::from(byte)]).collect();
         let read = from_vec(values, info.shape.as_slice()).to_device(device)?;
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
@@ -187,7 +188,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&self.read_range(start, &[end - start], DType::U8)?))
     }
 
-    /// The dtype of the tensor `name` in the file.
+    /// The dtype of the tensor `name` in the file, such as fp8, which [`dtype_of`](Self::dtype_of) replaces by bf16.
     pub(crate) fn stored_dtype(&self, name: &str) -> Option<Dtype> {
         self.metadata.info(name).map(|info| info.dtype)
     }
@@ -197,7 +198,8 @@ impl TensorFile {
         self.read_range(info.data_offsets.0, &info.shape, stored)
     }
 
-    /// Read values of `dtype` with several threads, beginning `start` bytes after the beginning of the tensors' data.
+    /// Read values of `dtype` with several threads, beginning `start` bytes after the beginning of the tensors' data. Each
+    /// call of the closure reads one slice `part` of the result, which begins at byte `at` of the result.
     fn read_range(&self, start: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
         let start = self.data + start as u64;
         filled_in_parts(dims, dtype, PART, |at, part| {

@@ -78,7 +78,7 @@ impl Var {
     /// Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer
     /// that still has this variable then raises an error.
     fn _replace(&self) {
-        self.0.replace();
+        self.0.mark_replaced();
     }
 
     /// Clear the gradient.

@@ -105,6 +105,7 @@ class TextEncoders:
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             output = model(tokens[name])
+            # Entry -1 is the output of the last layer, so entry -2 is its input.
             hidden = output.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
             # Keep the pooled features of each caption's first chunk, (batch, 1, features). Those of
@@ -117,7 +118,8 @@ class TextEncoders:
 def unread_layers(count: int, clip_skip: int) -> list[str]:
     """Return patterns of the names of CLIP-L's last layers, which do not affect the features.
 
-    All layers of OpenCLIP-bigG affect its pooled features.
+    Of CLIP-L, `encode` returns only the hidden states that `clip_skip` selects. All layers of
+    OpenCLIP-bigG affect its pooled features, which `encode` also returns.
 
     Args:
         count: the number of CLIP-L's layers.

@@ -217,7 +217,8 @@ fn product_like(
         || forward(info.name, &a.raw, &b.raw, functor, integer),
         |saver, _| {
             let (needs_a, needs_b) = (saver.needs(0), saver.needs(1));
-            // The gradient of each factor of a product reads only the other factor, and `a / b` by `a` reads only `b`.
+            // The gradient of each factor of a product reads only the other factor. For `a / b`, the gradient of `a`
+            // reads only `b`; the gradient of `b` reads both.
             let (save_a, save_b) = match kind {
                 Product::Mul => (needs_b, needs_a),
                 Product::Div => (needs_b, true),
@@ -309,6 +310,7 @@ operators! {
     Div div |t, v| t.mul_scalar(1.0 / v), |v, t| t.recip()?.mul_scalar(v);
 }
 
+/// Makes a registry entry from an operation's `OpInfo`, its method, and the [`Domain`] of the values of its operands.
 #[cfg(feature = "testing")]
 macro_rules! binary_entry {
     ($info:ident, $method:ident, $domain:ident) => {
@@ -334,6 +336,7 @@ pub static ENTRIES: &[Entry] = &[
     binary_entry!(MUL, mul, Normal),
     binary_entry!(DIV, div, Positive),
     binary_entry!(POW, pow, Positive),
+    // The values of the two operands differ, because the derivatives jump where they are equal.
     binary_entry!(MAXIMUM, maximum, Distinct),
     binary_entry!(MINIMUM, minimum, Distinct),
 ];

@@ -18,7 +18,7 @@ pub(crate) struct Leaf {
     dtype: DType,
     gradient: GradientSlot<Gradient>,
     copies: Mutex<Copies>,
-    /// Whether a copy has taken the variable's place ([`Var::replace`](crate::Var::replace)).
+    /// Whether a copy has taken the variable's place ([`Var::mark_replaced`](crate::Var::mark_replaced)).
     is_replaced: AtomicBool,
 }
 
@@ -98,7 +98,7 @@ impl Leaf {
         Self { shape, dtype, gradient, copies, is_replaced: AtomicBool::new(false) }
     }
 
-    /// Whether a copy has taken the variable's place ([`Var::replace`](crate::Var::replace)).
+    /// Whether a copy has taken the variable's place ([`Var::mark_replaced`](crate::Var::mark_replaced)).
     pub(crate) const fn is_replaced(&self) -> &AtomicBool {
         &self.is_replaced
     }

@@ -16,7 +16,7 @@ pub struct Attention {
 
 enum Projections {
     /// Without a context: `to_q`, `to_k` and `to_v`.
-    Own(LinearGroup),
+    SelfAttention(LinearGroup),
     /// With a context.
     Context {
         to_q: Linear<Tensor>,
@@ -48,7 +48,7 @@ impl Attention {
         let projections = match context_dim {
             None => {
                 let layers = [("to_q", dim), ("to_k", dim), ("to_v", dim)];
-                Projections::Own(weights.linear_group(&layers, dim, qkv_bias, init)?)
+                Projections::SelfAttention(weights.linear_group(&layers, dim, qkv_bias, init)?)
             }
             Some(context_dim) => Projections::Context {
                 to_q: weights.linear_init("to_q", dim, dim, qkv_bias, init)?,
@@ -67,7 +67,7 @@ impl Attention {
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
         let is_causal = false;
         let mixed = match (&self.projections, context) {
-            (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, is_causal)?,
+            (Projections::SelfAttention(group), None) => attend(&group.forward(x)?, self.heads, is_causal)?,
             (Projections::Context { to_q, to_kv }, Some(context)) => {
                 let q = to_q.forward(x)?;
                 match to_kv.forward(context)? {
@@ -75,7 +75,7 @@ impl Attention {
                     Projected::Separate(kv) => attend_parts(&[&[q], kv.as_slice()].concat(), self.heads, is_causal)?,
                 }
             }
-            (Projections::Own(_), Some(_)) => {
+            (Projections::SelfAttention(_), Some(_)) => {
                 return Err(Error::argument("Attention", "found a context, but this attention was made without one"));
             }
             (Projections::Context { .. }, None) => return Err(Error::argument("Attention", "the context is missing")),
@@ -89,20 +89,21 @@ impl Attention {
     /// context, to `context_tokens` tokens.
     pub fn saved(&self, tokens: usize, context_tokens: Option<usize>, saved: &mut Saved) {
         let dim = self.to_out.weight.dims()[0];
+        // The number of values of the input `x` of the layer, (tokens, dim).
         let inputs = tokens * dim;
         let keys = context_tokens.unwrap_or(tokens);
         saved.attention(tokens, keys, dim);
         match &self.projections {
-            Projections::Own(group) => {
+            Projections::SelfAttention(group) => {
                 // The input is the result of a norm, which is cheap to recompute.
                 let cheap = true;
                 saved.layers(&group.layers(), (inputs, tokens), cheap);
             }
             Projections::Context { to_q, to_kv } => {
                 saved.cheap_linear(to_q, (inputs, tokens));
-                // The context is an input of many layers and is in memory anyway, so it is not counted here.
-                let cheap = false;
-                saved.layers(&to_kv.layers(), (0, keys), cheap);
+                // The context is an input of many layers and is in memory anyway, so none of its values is counted here.
+                let (context_values, cheap) = (0, false);
+                saved.layers(&to_kv.layers(), (context_values, keys), cheap);
             }
         }
         // The backward pass of attention reads q and the result (a row for each token), and k and v (a row for each
@@ -115,10 +116,14 @@ impl Attention {
     }
 }
 
-/// Attention over `projected`: queries, keys and values, each (B, S, D), which a group of layers has computed.
+/// Attention over `projected`: queries, keys and values, each (B, S, D), which a group of layers has computed as one
+/// tensor (B, S, 3 D) or as separate tensors.
 pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Result<Tensor> {
     match projected {
-        Projected::Joined(qkv) => packed_attention(qkv, None, heads, is_causal),
+        Projected::Joined(qkv) => {
+            let context = None;
+            packed_attention(qkv, context, heads, is_causal)
+        }
         Projected::Separate(parts) => attend_parts(parts, heads, is_causal),
     }
 }
@@ -129,7 +134,9 @@ fn attend_parts(parts: &[Tensor], heads: usize, is_causal: bool) -> Result<Tenso
         return Err(Error::argument("Attention", format!("found {} projections, expected q, k and v", parts.len())));
     };
     let (q_heads, k_heads, v_heads) = (split_heads(q, heads)?, split_heads(k, heads)?, split_heads(v, heads)?);
-    let mixed = scaled_dot_product_attention(&q_heads, &k_heads, &v_heads, None, is_causal, None)?;
+    // The default scale is 1/√(D / heads).
+    let (mask, scale) = (None, None);
+    let mixed = scaled_dot_product_attention(&q_heads, &k_heads, &v_heads, mask, is_causal, scale)?;
     mixed.transpose(1, 2)?.reshape(q.dims())
 }
 
@@ -142,7 +149,7 @@ fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
 impl Module for Attention {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         match &self.projections {
-            Projections::Own(group) => group.visit(visitor)?,
+            Projections::SelfAttention(group) => group.visit(visitor)?,
             Projections::Context { to_q, to_kv } => {
                 visitor.linear("to_q", to_q)?;
                 to_kv.visit(visitor)?;

@@ -1,4 +1,9 @@
-//! The table of pipelines. Each family has one entry.
+//! The table of pipelines. Each family has one entry. `sizes` has the base models of other sizes; `pixels` is the number
+//! of image pixels along a side per unit of the denoiser's `sample_size`. A part's `sections` say where a checkpoint in
+//! one file may have the part: the keys are a prefix and a name of diffusers (`Naming::Own`) or of the code that the
+//! model was published with (`Original`); every file with the section has the key `probe`. `fits` tells whether a
+//! `config.json` may belong to the part; `published` returns that of the published model. `kohya` and `comfyui` are the
+//! part's names in adapter files of these tools, and `readers` lists the tools that load such files.
 
 use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};

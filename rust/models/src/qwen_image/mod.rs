@@ -13,6 +13,7 @@ use crate::registry::ModelKind;
 /// The registry entry of Qwen-Image's transformer.
 pub static KIND: ModelKind = ModelKind::of::<QwenImageTransformer>(
     "QwenImageTransformer",
+    // The noun in messages, and a prefix of keys by which messages recognise a file of this kind.
     ("a Qwen-Image transformer", "transformer_blocks.0.img_mod."),
     &[QwenImageTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

@@ -30,7 +30,7 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit; [`Error::Argument`] if averages replace the values
-    /// ([`eval`](Self::eval)), if a copy has replaced a variable ([`Var::replace`]), or if the groups of
+    /// ([`eval`](Self::eval)), if a copy has replaced a variable ([`Var::mark_replaced`]), or if the groups of
     /// [`Prodigy`](super::Prodigy) have different learning rates above 0; [`Error::Device`] if the device fails, or if
     /// the step would change, within a captured function, which variables share a step counter.
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()>;

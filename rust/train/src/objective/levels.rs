@@ -110,13 +110,15 @@ impl NoiseLevels {
     /// [`Error::OutOfMemory`] if the levels do not fit in memory.
     pub fn draw_for(&self, samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
         let on_device = |values: Vec<f32>| Tensor::from_vec(values, samples.len(), &Device::Cpu)?.to_device(device);
+        // How many numbers to draw for each sample.
+        let size = 1;
         let levels = match self.distribution {
-            SigmaDistribution::Uniform => on_device(rng::uniform_samples(seed, purpose, samples, 1))?,
+            SigmaDistribution::Uniform => on_device(rng::uniform_samples(seed, purpose, samples, size))?,
             SigmaDistribution::Mode { scale } => {
-                mode(&on_device(rng::uniform_samples(seed, purpose, samples, 1))?, scale)?
+                mode(&on_device(rng::uniform_samples(seed, purpose, samples, size))?, scale)?
             }
             SigmaDistribution::LogitNormal { mean, std } => {
-                on_device(rng::normal_samples(seed, purpose, samples, 1))?.affine(std, mean)?.sigmoid()?
+                on_device(rng::normal_samples(seed, purpose, samples, size))?.affine(std, mean)?.sigmoid()?
             }
         };
         self.shifted(levels)
@@ -181,6 +183,7 @@ mod tests {
         let without_deviation = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
         let message = NoiseLevels::new("test", without_deviation, 1.0).unwrap_err().to_string();
         assert!(message.starts_with("test: "), "{message}");
+        // The largest scale is 2 / (π − 2), about 1.75.
         assert!(NoiseLevels::new("test", SigmaDistribution::Mode { scale: 2.0 }, 1.0).is_err());
         assert!("gaussian".parse::<SigmaDistribution>().unwrap_err().to_string().contains("logit_normal"));
     }

@@ -6,9 +6,10 @@ use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, row
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Raw, Result};
 
-/// Rotates the pairs of features in each row of a dense `x` by the angles of the row's position, or by the negative
-/// angles if `back`. `cos` and `sin` have one row per position and one column per pair. Every `repeats` consecutive
-/// rows of `x` have the same position.
+/// Rotates the pairs of features in each row of a dense `x (..., width)` by the angles of the row's position, or by the
+/// negative angles if `back`. `cos` and `sin` are (positions, width / 2): one row per position and one column per pair.
+/// Row r of `x` has the position (r / `repeats`) % positions. Pair i consists of the features 2i and 2i + 1 if
+/// `interleaved`, else of the features i and i + width / 2.
 pub fn rotate(
     op: &'static str,
     x: &Raw,
@@ -25,7 +26,7 @@ pub fn rotate(
     if y.elem_count() > 0 {
         let function = gpu.function(&ROPE, suffix(op, x.dtype())?)?;
         let (rows, width) = rows_of(&x);
-        // In each iteration of its loop, a thread rotates as many pairs as 16 bytes hold elements.
+        // In each iteration of its loop, a thread rotates `wide` pairs: as many as 16 bytes hold elements.
         let shape = Shape::flat(y.elem_count(), 2 * wide(x.dtype()));
         let arguments = Rope {
             x: input(op, &x)?,

@@ -1,4 +1,4 @@
-//! Convolutions whose kernels add another tensor as they write the result.
+//! The CUDA form of convolution plus another tensor. Some kernels add the other tensor as they write the result.
 
 use candle_core::DType;
 
@@ -37,12 +37,15 @@ pub(in crate::ops::conv) fn forward_add(
     let (x, weight, addend) = (contiguous(x)?, contiguous(weight)?, contiguous(addend)?);
     let bias = bias.map(contiguous).transpose()?;
     let (op, dims) = (CONV2D.name, geometry.result_dims());
+    // `forward` computes a pointwise convolution as a matrix product, whose kernels add nothing but the bias.
     if !geometry.is_pointwise() && matches!(x.dtype(), DType::F16 | DType::BF16) && geometry.pixels() > 0 {
         let (gpu, sizes) = (Gpu::of(op, &x)?, Sizes::of(geometry)?);
         let y = empty(op, gpu, &dims, x.dtype())?;
         let (from, weights, bias) = (input(op, &x)?, input(op, &weight)?, optional_input(op, bias.as_ref())?);
+        // An addend with one row for each image has the same row for all pixels (height · width) of the image.
         let sharing = if addend.dims() == dims { 1 } else { sizes.output[0] * sizes.output[1] };
         let addend_rows = Addend { rows: input(op, &addend)?, sharing };
+        // Returns false, without writing to `y`, where these kernels do not run or are slower than the others.
         if hopper::forward(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias }, addend_rows)? {
             return Ok(y);
         }

@@ -8,6 +8,8 @@ use crate::ops::rope::cases::{plain as plain_rope, tables};
 
 pub(in crate::ops::norm) fn cases() -> Vec<Case> {
     const EPS: f64 = 1e-6;
+    // The shapes are those of the inputs: x[0] is (..., positions, width), and x[1], if there is one, the weight
+    // (width,).
     let case = |label, shapes: &[&[usize]], interleaved| {
         let fused = move |x: &[Tensor]| {
             let [cos, sin] = tables(&x[0])?;
@@ -45,6 +47,7 @@ pub(in crate::ops::norm) fn cases() -> Vec<Case> {
             let [cos, sin] = tables(&x[0])?;
             plain_rope(&plain_rms_norm(&[x[0].clone(), frozen(&[6], &x[0])?], EPS)?, [&cos, &sin], true)
         }),
+        // Here x[0], the only input that needs a gradient, is the weight.
         Case::new("frozen input", &[&[6]], |x| {
             let input = frozen(&[3, 5, 6], &x[0])?;
             let [cos, sin] = tables(&input)?;
