@@ -121,7 +121,7 @@ pub struct Allocator<B: Backend> {
     /// Addresses and sizes of graph memory that was unmapped for eager work.
     lent: Vec<(u64, u64)>,
     /// The number of existing graphs.
-    graphs: usize,
+    graph_count: usize,
     stats: Stats,
 }
 
@@ -136,7 +136,7 @@ impl<B: Backend> Allocator<B> {
             is_capturing: false,
             captured: BTreeMap::new(),
             lent: Vec::new(),
-            graphs: 0,
+            graph_count: 0,
             stats: Stats::default(),
         }
     }
@@ -180,7 +180,8 @@ impl<B: Backend> Allocator<B> {
         Ok(address)
     }
 
-    /// Allocate without releasing cached blocks of eager work.
+    /// Allocate without releasing cached blocks of eager work. If no free block fits, eager work unmaps unused memory
+    /// of graphs before its pool grows.
     fn attempt(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
         let (space, mut lender) = match origin {
             Origin::Eager => (&mut self.eager, (!self.is_capturing).then_some(&mut self.graph)),
@@ -258,7 +259,7 @@ impl<B: Backend> Allocator<B> {
     /// # Errors
     /// The backend's error, if waiting for the device fails; then nothing is unmapped.
     pub fn trim(&mut self) -> Result<u64, B::Error> {
-        let has_no_graph = self.graphs == 0;
+        let has_no_graph = self.graph_count == 0;
         let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| has_no_graph)).flatten();
         let mut pools: Vec<_> = pools.filter(|pool| !pool.unused().is_empty()).collect();
         if self.is_capturing || pools.is_empty() {
@@ -280,7 +281,7 @@ impl<B: Backend> Allocator<B> {
         self.restore()?;
         self.captured.clear();
         self.is_capturing = true;
-        self.graphs += 1;
+        self.graph_count += 1;
         Ok(())
     }
 
@@ -295,10 +296,11 @@ impl<B: Backend> Allocator<B> {
     /// # Errors
     /// As [`trim`](Self::trim).
     pub fn release_graph(&mut self) -> Result<(), B::Error> {
-        self.graphs = self.graphs.saturating_sub(1);
-        if self.graphs > 0 {
+        self.graph_count = self.graph_count.saturating_sub(1);
+        if self.graph_count > 0 {
             return Ok(());
         }
+        // No graph is left to replay, so no memory has to be mapped at the lent addresses again.
         self.lent.clear();
         self.trim().map(|_| ())
     }

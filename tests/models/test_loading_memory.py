@@ -78,7 +78,7 @@ def test_weights_are_loaded_and_quantized_one_by_one(
 def test_codes_of_a_folder_are_loaded_without_their_values(
     model: Path, tmp_path: Path, form: str, share: float
 ) -> None:
-    # If loading dequantized all weights to bf16 (the values of the codes), the peak would be at least 1.
+    # The values are the dequantized weights: with them in bf16, the quotient would be at least 1.
     tc.models.load(model).save_pretrained(tmp_path)
     # The only part of a language model has an empty name.
     layers = [name for name in tc.inspect(model).parts[""].layers if "layers." in name]

@@ -30,6 +30,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle.train.adapters import Adapters, adapter_config  # noqa: PLC0415
 
     if not hub.is_name(given["tuned"]):
+        # Raises an error if there is no such path.
         existing("tuned", Path(given["tuned"]).expanduser())
     rank = given.get("rank", 32)
     config = TrainConfig(

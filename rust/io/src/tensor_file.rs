@@ -167,8 +167,8 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// Read a tensor of fp8 numbers. `value_of` converts a number to bf16 exactly. The bf16 numbers are then converted to
-    /// `dtype`.
+    /// Read a tensor of fp8 numbers. `value_of` converts a number to bf16 exactly. The bf16 numbers are then converted
+    /// to `dtype`.
     fn read_fp8(&self, info: &TensorInfo, value_of: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
@@ -198,8 +198,8 @@ impl TensorFile {
         self.read_range(info.data_offsets.0, &info.shape, stored)
     }
 
-    /// Read values of `dtype` with several threads, beginning `start` bytes after the beginning of the tensors' data. Each
-    /// call of the closure reads one slice `part` of the result, which begins at byte `at` of the result.
+    /// Read values of `dtype` with several threads, beginning `start` bytes after the beginning of the tensors' data.
+    /// Each call of the closure reads one slice `part` of the result, which begins at byte `at` of the result.
     fn read_range(&self, start: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
         let start = self.data + start as u64;
         filled_in_parts(dims, dtype, PART, |at, part| {

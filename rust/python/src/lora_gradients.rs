@@ -41,9 +41,10 @@ pub fn lora_backward(
     scale: Argument<f64>,
 ) -> Result<(Tensor, Tensor)> {
     let scale = scale.get("lora_backward", "scale")?;
-    let work = grad_output.0.elem_count().saturating_add(input.0.elem_count());
+    // `compute` releases the GIL if the call takes as long as an operation over many elements.
+    let elements = grad_output.0.elem_count().saturating_add(input.0.elem_count());
     let (down, up) =
-        compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
+        compute(py, elements, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
     Ok((Tensor(down), Tensor(up)))
 }
 

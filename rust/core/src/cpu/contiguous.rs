@@ -98,8 +98,8 @@ fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], row_axis: usize, out: &
             let height = TILE_ROWS.min(rows - first_row);
             // The start of the band in the source and in the result.
             let (mut from, mut to) = (first_row, first_row * row_stride);
-            // The distance in the result between neighbouring indices of `axis`. The result is contiguous, so this is the
-            // product of the sizes of the axes after it.
+            // The distance in the result between neighbouring indices of `axis`: the product of the sizes of the axes
+            // after it, because the result is contiguous.
             let mut result_stride = columns.size;
             for (i, axis) in axes.iter().enumerate().rev().skip(1) {
                 if i != row_axis {

@@ -101,7 +101,7 @@ impl Attention {
             }
             Projections::Context { to_q, to_kv } => {
                 saved.cheap_linear(to_q, (inputs, tokens));
-                // The context is an input of many layers and is in memory anyway, so none of its values is counted here.
+                // The context is an input of many layers and is in memory anyway, so its values are not counted here.
                 let (context_values, cheap) = (0, false);
                 saved.layers(&to_kv.layers(), (context_values, keys), cheap);
             }

@@ -1,6 +1,6 @@
-//! The table of pipelines. Each family has one entry. `sizes` has the base models of other sizes; `pixels` is the number
-//! of image pixels along a side per unit of the denoiser's `sample_size`. A part's `sections` say where a checkpoint in
-//! one file may have the part: the keys are a prefix and a name of diffusers (`Naming::Own`) or of the code that the
+//! The table of pipelines. Each family has one entry. `sizes` has the base models of other sizes; `pixels` is how many
+//! pixels a side of an image has per unit of the denoiser's `sample_size`. A part's `sections` say where a checkpoint
+//! in one file may have the part: the keys are a prefix and a name of diffusers (`Naming::Own`) or of the code that the
 //! model was published with (`Original`); every file with the section has the key `probe`. `fits` tells whether a
 //! `config.json` may belong to the part; `published` returns that of the published model. `kohya` and `comfyui` are the
 //! part's names in adapter files of these tools, and `readers` lists the tools that load such files.

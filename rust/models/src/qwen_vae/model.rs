@@ -1,4 +1,4 @@
-//! The autoencoder, which converts images to the distribution of their latents, and latents to images.
+//! Qwen-Image's autoencoder, which converts images to the distribution of their latents, and latents to images.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
@@ -35,6 +35,7 @@ impl AutoencoderKLQwenImage {
         Ok(Self {
             encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
             decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
+            // The encoder returns `z_dim` means and as many logarithms of variances.
             quant_conv: conv1x1("quant_conv", 2 * z_dim, 2 * z_dim, weights)?,
             post_quant_conv: conv1x1("post_quant_conv", z_dim, z_dim, weights)?,
             config,
@@ -55,8 +56,9 @@ impl AutoencoderKLQwenImage {
     /// # Errors
     /// As [`Coding::encode`].
     pub fn encode(&self, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
-        self.coding()
-            .encode(image, [3, self.config.z_dim], tile_size, |x| self.quant_conv.forward(&self.encoder.forward(x)?))
+        let encode = |x: &Tensor| self.quant_conv.forward(&self.encoder.forward(x)?);
+        let (image_channels, latent_channels) = (3, self.config.z_dim);
+        self.coding().encode(image, [image_channels, latent_channels], tile_size, encode)
     }
 
     /// The image of `latent (B, z_dim, h, w)`: (B, 3, h · downscale, w · downscale), values -1 to 1. The caller has

@@ -45,8 +45,8 @@ impl Tiling {
                 if let Some(above) = row_above.get(column) {
                     tile = blend(above, &tile, 1, self.blend)?;
                 }
-                if let Some(before) = row.last() {
-                    tile = blend(before, &tile, 2, self.blend)?;
+                if let Some(left_neighbour) = row.last() {
+                    tile = blend(left_neighbour, &tile, 2, self.blend)?;
                 }
                 let (h, w) = (self.keep.min(tile.dims()[1]), self.keep.min(tile.dims()[2]));
                 cropped.push(tile.narrow(1, 0, h)?.narrow(2, 0, w)?);
@@ -59,8 +59,9 @@ impl Tiling {
     }
 }
 
-/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`, or fewer
-/// if a tile is shorter. The weight of `tile` starts at 0 and rises by 1 / `extent` per pixel.
+/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`, the tile
+/// above or to the left; blends fewer pixels if a tile is shorter. The weight of `tile` starts at 0 and rises by
+/// 1 / `extent` per pixel.
 fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Tensor> {
     let length = tile.dims()[dim];
     let extent = extent.min(length).min(before.dims()[dim]);

@@ -121,12 +121,13 @@ pub fn safetensors(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
         4 => (json(rng, header), bytes(rng, data)),
         _ => (json(rng, header), data.to_vec()),
     };
+    // Wrong lengths: none, too short, longer than the file, and two whose sum with the eight bytes before overflows.
     let length =
         if rng.below(50) == 0 { *rng.pick(&[0, 7, 1 << 40, u64::MAX, u64::MAX - 7]) } else { header.len() as u64 };
     [&length.to_le_bytes()[..], &header, &data].concat()
 }
 
-/// Makes one to four changes to `value`, and rarely nests it deeply. Returns its text.
+/// Makes one to four changes to `value`, and in one of 500 cases nests it deeply. Returns its text.
 fn changed_text(rng: &mut Rng, mut value: Value) -> Vec<u8> {
     for _ in 0..=rng.below(4) {
         change(rng, &mut value);

@@ -1,4 +1,4 @@
-//! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
+//! Computes the 8-bit codes of a block of values by arithmetic in registers, with look-ups in memory for few values.
 //!
 //! The codes represent the values of the dynamic map. Within a decade (the magnitudes between two powers of ten), the
 //! map's values are evenly spaced. Here the map's magnitudes are numbered from zero in ascending order. To encode a
@@ -46,7 +46,8 @@ pub(super) trait Registers: Lanes {
     fn pick(self, table: Self::Values, index: Self::Bits) -> Self::Values;
     /// Returns `index`, plus one where `a > b`. `a` and `b` are magnitudes.
     fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
-    /// Tells whether the lower half of any number's bits is below `limit`. The upper halves must not be below `limit`.
+    /// Tells whether the lower half of any number's bits is below `limit`. The upper halves must not be below `limit`,
+    /// because implementations compare all halves.
     fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
     /// Writes the codes of `values`. Bits 16 to 23 of each element of `numbers` are the number of the corresponding
     /// value's magnitude. The code of zero is [`ZERO`] with `SIGNED`, otherwise 0.
@@ -196,9 +197,9 @@ fn number_magnitudes<R: Registers, const SIGNED: bool>(
         *decade = r.count_above(*decade, x, r.pick(ends, *decade));
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    // The last number of a decade, plus `base`, is the whole part of 9/4 of the decade's offset plus a constant. The
-    // fraction of this constant is chosen so that the whole part is also right for the first decade, whose line
-    // differs.
+    // The last number of a decade, plus `base`, is the whole part of 9/4 of the decade's offset plus a constant. With
+    // `SIGNED`, decade d has the numbers from 2^d to 2^(d+1) - 1, and its offset is 8/9 · 2^d + `base`. The fraction of
+    // the constant is chosen so that the whole part is also right for the first decade, whose line differs.
     let fraction = if SIGNED { -0.06 } else { 0.95 };
     let constant = r.splat(fraction - 1.25 * base(SIGNED));
     let mut numbers = decades;
@@ -207,7 +208,8 @@ fn number_magnitudes<R: Registers, const SIGNED: bool>(
         let exact = r.mul_add(x, r.pick(slopes, decade), offset);
         let last = r.mul_add(offset, r.splat(2.25), constant);
         let bits = r.bits(r.min(exact, last));
-        // In the other map, `base` is twice as large, so the mantissa has one bit less for the fraction.
+        // In the map without negative values, `base` is twice as large, so the mantissa has one bit less for the
+        // fraction.
         *number = if SIGNED { bits } else { r.double(bits) };
     }
     numbers

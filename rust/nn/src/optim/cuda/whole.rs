@@ -27,6 +27,7 @@ pub struct Extent {
 
 /// The variables of one launch, in device memory.
 pub struct WholeTable {
+    /// The variables as the optimizer knows them: their tensors, dtypes and groups.
     known: Known,
     /// A [`Whole`] for each variable, as 32-bit words.
     variables: Raw,
@@ -64,8 +65,10 @@ impl WholeTable {
     }
 }
 
-/// Makes the structure that kernels read for a variable. Its field `first` is the size of the first dimension; `rows`
-/// and `columns` are the sizes of the last two dimensions. The size of a dimension that does not exist is 1.
+/// Makes the structure that kernels read for a variable, from the addresses of the variable's values, its gradient, its
+/// 16-bit copy (0 if there is none) and its scratch memory. The structure's field `first` is the size of the first
+/// dimension; `rows` and `columns` are the sizes of the last two dimensions. The size of a dimension that does not
+/// exist is 1.
 fn structure(
     op: &'static str,
     [params, grads, copy]: [Address; 3],
@@ -75,9 +78,10 @@ fn structure(
 ) -> Result<Whole> {
     let dims = &extent.dims;
     let size = |index: Option<usize>| count32(op, index.and_then(|index| dims.get(index)).copied().unwrap_or(1));
+    // Kernels take five states. The entries of states that the optimizer does not have stay 0, and are not read.
     let mut states = [0; 5];
-    for (start, &known_start) in states.iter_mut().zip(&extent.states) {
-        *start = known_start;
+    for (entry, &start) in states.iter_mut().zip(&extent.states) {
+        *entry = start;
     }
     Ok(Whole {
         params,
@@ -149,6 +153,7 @@ pub fn launch(
     let arguments = AdafactorStep {
         variables: input(op, &table.variables)?,
         count: count32(op, table.count)?,
+        // The table counts groups from `first_group`.
         settings: groups.settings_from(op, first_group)?,
         coefficients: groups.coefficients_from(op, first_group)?,
         shared: optional_output(op, shared)?,
@@ -161,8 +166,10 @@ pub fn launch(
     };
     let (blocks, dtypes) = if call.is_single { (1, &[][..]) } else { (table.count, table.known.dtypes) };
     let shape = Shape::linear(op, blocks, THREADS)?;
+    // `call.kernel` is the whole name, except for the dtypes.
+    let end = "";
     // SAFETY: there are settings and coefficients for all groups of the table, and states for all its variables.
-    unsafe { gpu.named(call.kernel, "", dtypes)?.launch(op, gpu, shape, arguments) }
+    unsafe { gpu.named(call.kernel, end, dtypes)?.launch(op, gpu, shape, arguments) }
 }
 
 #[cfg(test)]
@@ -171,6 +178,7 @@ mod tests {
 
     #[test]
     fn words_have_the_memory_layout_of_the_structure() {
+        // One address has bits in both halves, one only in the upper half: exchanged halves would show.
         let extent = Extent { dims: vec![2, 3, 5, 7], states: vec![1 << 31, 9, 11, 13, 17], scratch: 0 };
         let whole = structure("test", [1 << 40 | 1, 2, 3 << 33], 19, &extent, 23).unwrap();
         // SAFETY: the structure has no padding.

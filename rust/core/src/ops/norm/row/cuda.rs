@@ -1,4 +1,5 @@
-//! The CUDA form: `kernels/norm.cu` and `kernels/norm_codes.cu`.
+//! The CUDA form of the norms of rows (layer norm, RMS norm, modulated layer norm): `kernels/norm.cu` and
+//! `kernels/norm_codes.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::norm::{
@@ -81,7 +82,9 @@ pub(super) fn sum_and_codes(
             return Ok(None);
         }
     }
-    // The kernel has a team of at most `TEAM` threads for each row, which holds the whole row in registers.
+    // The kernel has a team of at most `TEAM` threads for each row, which holds the whole row in registers: at most
+    // `HELD` packs of `wide` elements per thread. Products of codes need rows whose number and length are multiples of
+    // `MULTIPLE`, so the codes get further rows if necessary.
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         || rows == 0
         || !len.is_multiple_of(MULTIPLE)
@@ -159,20 +162,23 @@ fn run(
     Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
 }
 
-/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and
-/// 1/√(var + eps) of each row; all are dense.
+/// Adds those gradients of `x`, scale and shift that are needed. `grad` is the gradient of the result, and `rstd` is
+/// 1/√(var + eps) of each row; the tensors are dense.
 pub(super) fn backward(
     norm: &RowNormBackward,
     context: &mut BackwardContext<'_>,
-    saved: [&Raw; 3],
+    [x, grad, rstd]: [&Raw; 3],
     mean: Option<&Raw>,
 ) -> Result<()> {
     let [weight, _] = norm.affine.parameters()?;
-    let wanted = Wanted { before: context.take_pending(0, saved[0].dtype()), ..norm.affine.wanted(context) };
-    let grads = gradients(norm, saved, mean, weight.as_ref(), &wanted)?;
+    // The gradient that `x`, input 0, already has. The kernel adds the new gradient to it.
+    let before = context.take_pending(0, x.dtype());
+    let wanted = Wanted { before, ..norm.affine.wanted(context) };
+    let grads = gradients(norm, [x, grad, rstd], mean, weight.as_ref(), &wanted)?;
     norm.affine.add_gradients(context, grads)
 }
 
+/// Computes the gradients that are `wanted`, from the tensors that [`backward`] gets and the norm's scale `weight`.
 fn gradients(
     norm: &RowNormBackward,
     [x, grad, rstd]: [&Raw; 3],
@@ -189,6 +195,7 @@ fn gradients(
     let len32 = count32(op, len)?;
     let mut grad_x = None;
     if wanted.input {
+        // The tensor of `before`, if nothing else uses it; otherwise a new tensor.
         let dx = destination(op, gpu, x, wanted.before.as_ref())?;
         if dx.elem_count() > 0 {
             let kernel = match kind {
@@ -219,13 +226,15 @@ fn gradients(
         return Ok(Gradients { input: grad_x, weight: None, bias: None });
     }
     let Size { samples, sample_rows: rows, .. } = size;
-    // Each piece of about 64 rows or more has partial sums of its own, which `sum_affine` adds.
+    // The rows are divided into pieces of about 64 rows, or more if there would be over 128 pieces. Each piece has
+    // partial sums, which `sum_affine` adds.
     let pieces = rows.div_ceil(64).clamp(1, 128);
     let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
     if partials.elem_count() > 0 {
         let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
         let function = gpu.function(kernel, suffix(op, dtype)?)?;
-        // Each of the 32 lanes of a warp has one pack of `wide` columns.
+        // A block has 8 warps, which share the rows of a piece. Each of the 32 lanes of a warp has one pack of `wide`
+        // columns.
         let tiles = len.div_ceil(32 * wide(dtype)) as u32;
         let shape = Shape { grid: [tiles, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
