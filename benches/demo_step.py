@@ -18,6 +18,7 @@ from trainable_candle.train import FlowMatching
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Sizes of the digit generator. FREQUENCIES counts the cosines and sines of the timestep together.
 DIM, HEADS, LAYERS, PATCH, FREQUENCIES = 96, 3, 3, 2, 64
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 RANK = 8
@@ -47,7 +48,11 @@ def our_step(
 
 
 class TorchDigits:
-    """The same model in usual torch code; its tensors are copies of our model's."""
+    """The same model in usual torch code.
+
+    `weights` has copies of our model's tensors, and `adapter` has copies of the LoRA factors, or is
+    empty.
+    """
 
     def __init__(self, torch: Any, weights: dict[str, Any], adapter: dict[str, Any]) -> None:
         self.torch, self.weights, self.adapter = torch, weights, adapter
@@ -55,7 +60,10 @@ class TorchDigits:
         self.frequencies = torch.exp(-math.log(10000) * torch.arange(half) / half)
 
     def linear(self, name: str, x: Any) -> Any:
-        """The output of the linear layer `name`, plus that of its LoRA if `adapter` has one."""
+        """The output of the linear layer `name`, plus that of its LoRA if `adapter` has one.
+
+        The scale lora_alpha / r of the LoRA is 1.
+        """
         linear = self.torch.nn.functional.linear
         y = linear(x, self.weights[name + ".weight"], self.weights[name + ".bias"])
         if name + ".lora_A.weight" not in self.adapter:
@@ -119,11 +127,11 @@ def their_step(
     images: np.ndarray,
     labels: np.ndarray,
 ) -> Callable[[], float]:
-    leaves = list((adapter or weights).values())
-    for leaf in leaves:
-        leaf.requires_grad_()
+    trained = list((adapter or weights).values())  # without an adapter, all weights
+    for tensor in trained:
+        tensor.requires_grad_()
     model = TorchDigits(torch, weights, adapter)
-    optimizer = torch.optim.AdamW(leaves, lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     data, classes = torch.from_numpy(images), torch.from_numpy(labels)
 
     def step() -> float:
@@ -133,7 +141,7 @@ def their_step(
         velocity = model(data + sigmas[:, None, None, None] * target, sigmas * TIMESTEPS, classes)
         loss = torch.nn.functional.mse_loss(velocity, target)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return loss.item()
 

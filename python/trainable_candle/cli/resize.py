@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Resize as the arguments say; returns the exit status."""
+    """Resize the LoRA as the arguments say; returns the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "file", "output")
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     file = LoraFile.read(adapter_in(Path(given["file"]).expanduser()))
     ranks_before = [module.factors.rank for module in file.modules.values()]
-    rank = given.get("rank", max(ranks_before))
+    rank = given.get("rank", max(ranks_before))  # the default limits no module
     resized = resize(file, rank, given.get("keep", 1.0))
     resized.write(output, given.get("precision", "f32"))
     ranks_after = [module.factors.rank for module in resized.modules.values()]
@@ -68,6 +68,6 @@ def make_parser(program: str) -> Parser:
         type=share,
         help="fraction of each module's squared norm to keep, e.g. 0.95 (default: 1)",
     )
-    add_output(group)
+    add_output(group)  # `--output`, `--overwrite` and `--precision`
     add_help(group)
     return parser

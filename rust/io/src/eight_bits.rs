@@ -47,9 +47,10 @@ pub(crate) enum Beside {
     Nothing,
 }
 
-/// All keys that other tensors of the weight `name` may have, with the tensors' contents. Empty if `name` does not end
-/// in `weight`.
+/// All keys that other tensors of the weight `name` may have, except [`COMFY`]'s, with the tensors' contents. Empty if
+/// `name` does not end in `weight`.
 pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
+    // The layer's name with the dot that follows it.
     let Some(layer) = name.strip_suffix("weight") else { return Vec::new() };
     let keys = |ends: &'static [&str], what| ends.iter().map(move |end| (format!("{layer}{end}"), what));
     keys(&SCALES, Beside::Scales)
@@ -59,7 +60,8 @@ pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
         .collect()
 }
 
-/// `ComfyUI`'s name of the format of eight-bit weights with one scale and without the rotation `convrot`.
+/// `ComfyUI`'s name of the format of eight-bit weights with one scale and without `convrot`. With `convrot`, a file has
+/// rotated weights, and the layer rotates its inputs in the same way.
 pub const fn comfy_format(bits: EightBits) -> &'static str {
     match bits {
         EightBits::Int8 => "int8_tensorwise",
@@ -69,7 +71,7 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
 
 /// The type of the codes of a weight, given `ComfyUI`'s JSON about it (`stated`) and the dtype of its tensor
 /// (`stored`). Codes stored as u8 are e4m3 numbers. The error is the name of a format that is not supported. The
-/// supported formats are those of [`comfy_format`], without the rotation `convrot`.
+/// supported formats are those of [`comfy_format`], without `convrot`.
 pub(crate) fn bits_of(stated: &Value, stored: Option<Dtype>) -> Result<EightBits, String> {
     let format = stated.get("format").and_then(Value::as_str).unwrap_or("unknown");
     if stated.get("convrot").and_then(Value::as_bool) == Some(true) {
@@ -125,6 +127,7 @@ mod tests {
             assert!((found(bits) - value).abs() < f32::EPSILON, "{bits:#x}");
         }
         assert!(found(0x7f).is_nan() && found(0xff).is_nan());
+        // -0.
         assert_eq!(value_of_e4m3(0x80).to_bits(), 0x8000);
     }
 

@@ -5,9 +5,10 @@
 
 All runs of optimizers are on the CPU, start from the parameter `p0` and take one step with each
 gradient `grad.I`. `NAME.p` is the parameter and `NAME.STATE` is a state of the optimizer, both
-after the last step, in f32. `NAME.f64` has the same in f64. `clip.TYPE.norm` is the norm of type
-TYPE (2 or inf) of all gradients together, and `clip.TYPE.grad.3` is gradient 3 after clipping.
-`schedule.NAME` has the factor of the learning rate for each step.
+after the last step, in f32. `NAME.f64.p` and `NAME.f64.STATE` have the same in f64.
+`clip.TYPE.norm` is the norm of type TYPE (2 or inf) of all gradients together before clipping, and
+`clip.TYPE.grad.3` is gradient 3 after clipping to a norm of 1.5. `schedule.NAME` has the factor of
+the learning rate for each step.
 """
 
 import sys
@@ -40,7 +41,8 @@ CASES = {
     ),
 }
 # Adafactor treats a vector and a stack of matrices differently from one matrix. Parameters of these
-# shapes have the first elements of `p0`, and their gradients the first elements of each `grad.I`.
+# shapes have the first elements of `p0`, and their gradients the first elements of each `grad.I`. The
+# vector has all 37 * 29 = 1073 elements.
 ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),
@@ -61,7 +63,7 @@ SCHEDULES = {
         {"num_warmup_steps": 10, "num_training_steps": 60, "lr_end": 0.001, "power": 2.0},
     ),
 }
-SCHEDULE_STEPS = 80
+SCHEDULE_STEPS = 80  # more than `num_training_steps`: also the factors after a schedule's end
 SCHEDULE_LR = 0.01
 
 
@@ -104,7 +106,7 @@ def main(path: str) -> None:
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.5, norm_type=norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm=1.5, norm_type=norm_type)
         tensors[f"clip.{norm_type:.0f}.norm"] = norm.reshape(1)
         tensors[f"clip.{norm_type:.0f}.grad.3"] = params[3].grad
 

@@ -58,7 +58,7 @@ class LatentModel(ABC):
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults()
     """How the family's models draw images by default; see also `drawing_defaults`."""
     no_prompt: ClassVar[str] = ""
-    """The negative prompt if the options have none."""
+    """The negative prompt of a drawing for which the user gives none."""
     reads_texts_apart: ClassVar[bool] = False
     """Whether drawing calls the model separately for the prompt and the negative prompt, because
     texts of different lengths in one call need a mask, and attention with a mask is slow on a GPU.
@@ -156,6 +156,8 @@ class LatentModel(ABC):
     def check_training_adapter(self, path: Path) -> None:
         """Check that a file has LoRAs of the denoiser, and nothing else.
 
+        A training adapter is a fixed adapter that is applied to a distilled model only in training.
+
         Raises:
             ConfigError: the file has other modules, damaged ones, or none.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
@@ -195,7 +197,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
-        """Estimate the memory of a run; see `Task.estimate`."""
+        """Estimate the memory of a run, if `limit` bytes are available; see `Task.estimate`."""
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
@@ -213,7 +215,7 @@ class LatentModel(ABC):
         return 0
 
     def text_rows_at_once(self) -> int:
-        """Return the largest sum of `text_length` over the captions that are encoded at once."""
+        """Return how large the sum of `text_length` over captions encoded at once may be."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
@@ -339,7 +341,10 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """Return a caption's size, in rows of tokens; only captions of equal size share a batch."""
+        """Return a caption's size; only captions of equal size are encoded in one batch.
+
+        For SDXL the size is the number of rows of 77 tokens. Other families have other units.
+        """
         return 1
 
     def truncates(self, caption: str) -> bool:  # noqa: ARG002
@@ -405,8 +410,8 @@ class LatentModel(ABC):
             to: "nf4", "fp8" or "int8".
 
         Raises:
-            ConfigError: the family cannot be quantized, `to` does not suit the form of its weights,
-                or `output` does not suit `to` or is neither new nor an empty folder.
+            ConfigError: the family cannot be quantized, `to` needs weights in a folder and they are
+                in one file, or `output` is not what `save_quantized` requires for `to`.
         """
 
     @abstractmethod

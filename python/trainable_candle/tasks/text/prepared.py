@@ -30,6 +30,8 @@ SHAPES: Final = 4
 class Packing:
     """A data set as packed rows: what `PreparedTexts` and `PreparedPreferences` share.
 
+    A packed row has several texts, one after another, in at most `sequence_length` tokens.
+
     Args:
         family: the model.
         dataset: the examples.
@@ -63,7 +65,8 @@ class Packing:
 
         If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different lengths in
         tokens, and at most as many as there are graphs (`--cuda-graphs`). Steps run as graphs on a
-        GPU, if `token_count_fixes_shapes` and the family's `repeats` are true.
+        GPU, if `token_count_fixes_shapes` is true and the family's `repeats` is: the model runs the
+        same operations for all batches of equal size.
         """
         config = self._family.config
         in_graphs = config.on_gpu and self.token_count_fixes_shapes and self._family.repeats
@@ -72,11 +75,14 @@ class Packing:
             self._dataset.options.sequence_length,
             batch_size,
             config.seed,
-            shapes=min(config.cuda_graphs, SHAPES) if in_graphs else 0,
+            shapes=min(config.cuda_graphs, SHAPES) if in_graphs else 0,  # 0: no padding
         )
 
     def count(self, batch: Packed) -> float:
-        """Return the number of tokens without padding; it includes tokens that the loss ignores."""
+        """Return the number of tokens without padding.
+
+        It includes tokens that the loss ignores; `batch.count` does not.
+        """
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
@@ -84,7 +90,10 @@ class Packing:
         return {}
 
     def tokens(self, batch: Packed) -> dict[str, Tensor]:
-        """Return tokens, targets, positions and bounds of texts, by name, on the model's device."""
+        """Return tokens, targets, positions and bounds of texts, by name, on the model's device.
+
+        The bounds `cu_seqlens` are the starts of the texts and the end of the last text.
+        """
         names = ("input_ids", "targets", "positions", "cu_seqlens")
         return {name: tc.tensor(getattr(batch, name), device=self._family.device) for name in names}
 
@@ -123,6 +132,7 @@ class PreparedTexts(Packing):
             self._family.config.batch_size,
         )
         with tc.no_grad():
+            # Each process computes some of the sums; all processes get all sums.
             sums = measured(
                 self._group, batches, lambda batch: float(self._sum(self.inputs(batch)).item())
             )

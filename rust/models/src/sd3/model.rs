@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents, a time and a text.
+//! The transformer of Stable Diffusion 3 and 3.5, which predicts the velocity from noisy latents, a time and a text.
 
 use std::sync::Arc;
 
@@ -54,7 +54,9 @@ impl SD3Transformer {
         config.validate()?;
         let (dim, patch, side) = (config.inner_dim(), config.patch_size, config.pos_embed_max_size);
         let kind = |i: usize| DoubleBlockKind {
+            // A second attention, among image tokens alone.
             dual: config.dual_attention_layers.contains(&i),
+            // No layer reads the text after the last block.
             image_only: i + 1 == config.num_layers,
             ..DoubleBlockKind::default()
         };
@@ -99,7 +101,8 @@ impl SD3Transformer {
         let image = tokens.add(&self.positions.middle(height, width)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
-        let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), None)?;
+        let guidance = None;
+        let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), guidance)?;
         let modulation = |_, block: &DoubleBlock| block.modulation(&condition);
         let [image, _] = run_double(&self.blocks, [image, text], AttentionInputs::default(), modulation)?;
         let patch = self.config.patch_size;
@@ -165,9 +168,12 @@ impl Architecture for SD3Transformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks."],
+        // All layers of blocks may be quantized.
         unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear"],
+        // No matrix outside of blocks may be quantized.
         rows: &[],
+        // The same layers are quantized if layers multiply 8-bit codes.
         multiplied: &[],
     };
 
@@ -204,6 +210,7 @@ impl Model for SD3Transformer {
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let patch = self.config.patch_size;
         let image_tokens = size.height.div_ceil(patch) * size.width.div_ceil(patch);
+        // Pairs are the number of a layer's input values and the number of tokens. `outside` is outside of checkpoints.
         saved.outside(|saved| {
             saved.conv(&self.patch_embed, (size.height * size.width * self.config.in_channels, image_tokens));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
@@ -218,6 +225,7 @@ impl Model for SD3Transformer {
     }
 
     fn original_names(&self) -> OriginalNames {
+        // The last block's text norm has a form of its own in original files.
         let last = self.config.num_layers.saturating_sub(1);
         Arc::new(move |layer| keys::original_layer(layer, last))
     }

@@ -40,6 +40,7 @@ pub static KIND: AdapterKind = AdapterKind {
     name: "oft",
     parameters: &[(INPUT, Layout::Same), (OUTPUT, Layout::UpperTriangle)],
     mark: &[INPUT, OUTPUT],
+    // No parameter has a rank.
     ranked: &[],
     saved,
     start,
@@ -120,7 +121,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 }
 
 /// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input,
-/// or its result without the bias.
+/// or its result without the bias. For inputs, selective checkpointing also keeps x D, the
+/// result of a matrix product.
 fn saved(base: &Base<'_>, settings: &AdapterSettings) -> SavedByAdapter {
     match settings.oft_side {
         OftSide::Input => {
@@ -132,6 +134,8 @@ fn saved(base: &Base<'_>, settings: &AdapterSettings) -> SavedByAdapter {
     }
 }
 
+/// Makes the adapter of a layer. The side follows from the name of the parameter, and the size of the blocks from its
+/// shape.
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
     let (side, upper) = match (find(parameters, INPUT), find(parameters, OUTPUT)) {
         (Some(upper), None) => (OftSide::Input, upper),
@@ -250,6 +254,7 @@ impl Oft {
         let upper = self.upper.to_dtype(if dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
         let change = match &self.series {
             Some(series) => series.change(&upper, self.size)?,
+            // `cayley` computes C - I.
             None => cayley(&upper)?,
         };
         let change = if self.scale == 1.0 { change } else { change.mul_scalar(self.scale)? };
@@ -280,9 +285,10 @@ impl Adapter for Oft {
         }
     }
 
-    /// Compute W R or R W.
+    /// Compute W R for inputs, or R W for outputs, with I + s (R - I) in the place of R.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        // s (R - I): for inputs, the rows of W are row vectors, multiplied by R.
+        // `change` is s (R - I). For inputs, R multiplies the rows of W from the right; for outputs, it multiplies W from
+        // the left.
         let change = self.change(base.weight.dtype())?.transpose(1, 2)?;
         let weight = base.weight.values(change.dtype())?;
         match self.side {

@@ -47,6 +47,7 @@ impl Lion8bit {
     }
 }
 
+// 3: bitsandbytes takes three hyper-parameters by position: `lr`, `betas` and `weight_decay`.
 registered!(Lion8bitRule, "Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.", 3, Lion8bitConfig::default());
 
 /// The arithmetic of [`Lion8bit`].
@@ -60,6 +61,7 @@ impl Rule for Lion8bitRule {
     const KERNELS: Option<Kernels<Lion8bitConfig>> = Some(Kernels {
         prepare: "lion",
         step: "lion",
+        // No kernels run before `step`.
         before: &[],
         step_8bit: Some("lion_8bit"),
         settings: |&Lion8bitConfig { lr, betas, weight_decay, .. }| Settings {
@@ -98,6 +100,7 @@ fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
 }
 
 impl Step<1> for Coefficients<f32> {
+    /// The code of the momentum of missing elements in a last block that is not full, as in bitsandbytes.
     const PADDING_CODES: [u8; 1] = [128];
 
     /// Updates the block's parameters and momentum. If a gradient is non-finite, its element's parameter does not
@@ -114,6 +117,7 @@ impl Step<1> for Coefficients<f32> {
         let mut largest = zero;
         for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
             let codes = &codes[start..];
+            // `decode` looks up four vectors of `WIDTH` values.
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
@@ -136,6 +140,7 @@ impl Step<1> for Coefficients<f32> {
             }
         }
         *absmax = l.largest(largest);
+        // `encode_block` accepts the infinite scale of a block of zeros.
         codebook.encode_block(l, m, 1.0 / *absmax, codes);
     }
 }

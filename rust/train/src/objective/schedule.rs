@@ -217,6 +217,7 @@ fn betas(config: &NoiseScheduleConfig) -> Result<Vec<f64>> {
         return checked(betas.clone());
     }
     if config.beta_schedule != BetaSchedule::SquaredCosine {
+        // Before the square roots, so that an error shows the value of the configuration.
         checked(vec![beta_start, beta_end])?;
     }
     // `max` avoids a division by 0; `checked` rejects fewer than 2 timesteps.
@@ -295,6 +296,7 @@ mod tests {
             assert_eq!(schedule.config().timestep_spacing, TimestepSpacing::Trailing);
             assert_eq!(schedule.num_train_timesteps(), 1000);
         }
+        // diffusers also has the type `sample`, which is not supported.
         std::fs::write(&file, r#"{"prediction_type": "sample"}"#).unwrap();
         let message = NoiseSchedule::from_pretrained(&folder).unwrap_err().to_string();
         assert!(message.contains("v_prediction") && message.contains(FILE), "{message}");

@@ -4,8 +4,8 @@ use trainable_candle_core::{Error, Result, Tensor, no_grad};
 
 use crate::objective::shift_sigma;
 
-/// The noise levels of `steps` Euler steps: `steps + 1` evenly spaced values from 1 down to 0, shifted by `shift` as in
-/// [`FlowMatching::new`](crate::objective::FlowMatching::new).
+/// The noise levels of `steps` Euler steps: of `steps + 1` evenly spaced values σ from 1 down to 0, the shifted values
+/// shift · σ / (1 + (shift - 1) · σ), as in [`FlowMatching::new`](crate::objective::FlowMatching::new).
 ///
 /// # Errors
 /// [`Error::Argument`] if there are no steps or the shift is not above 0.
@@ -40,7 +40,8 @@ pub fn euler(
     Ok(x)
 }
 
-/// x + (next - σ) · velocity, in the dtype of `x`.
+/// One Euler step from the noise level `sigma` to the noise level `next`: x + (next - sigma) · velocity, in the dtype of
+/// `x`.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes differ.

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/cross_entropy.cu`.
+//! The CUDA form of the cross-entropy of logits and class ids: `kernels/cross_entropy.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::cross_entropy::{
@@ -15,6 +15,7 @@ use crate::{Raw, Result, Tensor};
 
 struct CrossEntropyBackward {
     logits: Saved,
+    /// The log-sum-exp of each row of logits.
     lse: Saved,
     /// What the sum of the losses was divided by; `None` with [`Reduction::None`], where each loss has a gradient.
     divisor: Option<Saved>,
@@ -73,7 +74,7 @@ pub(super) fn cross_entropy(
     )
 }
 
-/// The class ids of the rows, and the id of rows that are ignored.
+/// The class id of each row of logits, and the id that marks rows to ignore.
 #[derive(Clone)]
 pub(in crate::ops::loss) struct Targets {
     /// i64 or u32, dense.
@@ -116,9 +117,11 @@ pub(in crate::ops::loss) fn losses(
             targets: input(op, &targets.ids)?,
             losses: output(op, &losses)?,
             lse: output(op, &lse)?,
+            // The address to which the kernel writes the position of a target that is out of range.
             out_of_range: gpu.board().place(op),
             rows: rows as u64,
-            // The logits are dense: row r begins at element r · classes.
+            // Row r begins at element (r / inner) · outer_stride + (r % inner) · inner_stride. The logits are dense, so
+            // this is r · classes.
             inner: rows as u64,
             outer_stride: 0,
             inner_stride: classes as u64,
@@ -197,7 +200,7 @@ pub(in crate::ops::loss) fn write_gradient(
         weights: optional_input(op, factors.weights)?,
         dx: output(op, dx)?,
         rows: rows as u64,
-        // The logits are dense: row r begins at element r · classes.
+        // As in `losses`: row r of the dense logits begins at element r · classes.
         inner: rows as u64,
         outer_stride: 0,
         inner_stride: classes as u64,
