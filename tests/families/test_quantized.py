@@ -128,6 +128,7 @@ def text_bytes(family: Any) -> int:
     estimate = task.estimate(family.config, task.read(lambda _: None))
     items = [item for item in estimate.phases["encoding captions"] if item.what == "weights"]
     (count,) = [item.bytes for item in items if item.component == "text encoders"]
+    # T5's file is in fp8, whatever the settings request.
     assert estimate.work.texts_have_format
     return count
 
@@ -141,6 +142,7 @@ def test_text_encoders_take_the_formats_of_their_files(fp8_base: Path, sdxl_fold
     assert {part: stored.source(part)["quantize"] for part in stored.facts.text_encoders} == {
         "text_encoder": None, "text_encoder_2": "fp8",
     }  # fmt: skip
+    # The dtype, then the format of each encoder; "same" is no format.
     assert stored.text_precision == "bf16 same fp8"
     # With --text-encoder-precision fp8, CLIP is quantized too, so the cache has other features.
     both = flux(fp8_base, sdxl_folder, text_encoder_precision="fp8")

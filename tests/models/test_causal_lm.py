@@ -41,9 +41,12 @@ def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc
     With "old", it has the older keys of the same settings, such as `rope_theta`.
     """
     tensors = tc.load_file(decompressed(GOLDEN / "switches.safetensors"))
-    own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
-    expected = {key: own.pop(key) for key in ("logits.0", "logits.1")}
-    tc.save_file(own, folder / "model.safetensors")
+    case_tensors = {
+        key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")
+    }
+    expected = {key: case_tensors.pop(key) for key in ("logits.0", "logits.1")}
+    # The others are the weights.
+    tc.save_file(case_tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SWITCHES[name][form]))
     shared = {key: tensors[key] for key in ("input_ids", "attention_mask")}
     return CausalLM.from_pretrained(folder, dtype="f32"), expected | shared
@@ -68,13 +71,14 @@ def test_scores_with_every_configuration_equal_those_of_transformers(
 ) -> None:
     model, case = switched(name, form, tmp_path)
     ids = case["input_ids"]
+    # The two texts have 20 and 13 tokens. Padding follows the second.
     for text, length in enumerate((20, 13)):
         assert_near(model(ids[text : text + 1, :length])[0], case[f"logits.{text}"])
     if name not in BY_LENGTH:
         padded = model(ids, case["attention_mask"])
         assert_near(padded[0], case["logits.0"])
         assert_near(padded[1, :13], case["logits.1"])
-        assert not padded[1, 13:].numpy().any()
+        assert not padded[1, 13:].numpy().any()  # the scores of padding are zeros
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3 window"])
@@ -131,6 +135,7 @@ def test_a_model_without_its_last_layers_computes_only_hidden_states(family: str
 def test_hidden_states_of_padding_are_zeros_and_padding_changes_no_others(family: str) -> None:
     ids = case_of(family)["input_ids"]
     model = model_of(family)
+    # Two texts of 40 tokens. The mask makes the first 7 tokens of the first text padding.
     mask = np.ones((2, 40), dtype=np.int64)
     mask[0, :7] = 0
     padded = model.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
@@ -220,6 +225,7 @@ def test_shards_with_unprefixed_names_and_extra_tensors_are_read(tmp_path: Path)
             "low_freq_factor is missing, expected a number",
         ),
         ({"head_dim": 15}, "head_dim is 15, expected an even number"),
+        # The embedding in the file has 320 rows.
         ({"vocab_size": 319}, "model.embed_tokens.weight has shape"),
     ],
 )
@@ -242,10 +248,12 @@ def test_wrong_inputs_are_reported() -> None:
     # The vocabulary has 320 tokens.
     with pytest.raises(tc.IndexOutOfRangeError, match="320"):
         model(ids + 318)
+    # A mask may have the values 0 and 1.
     with pytest.raises(tc.IndexOutOfRangeError, match="attention_mask has the value 2"):
         model(ids, ids)
     with pytest.raises(tc.ShapeError, match="attention_mask has shape"):
         model(ids, ids[:, :2] * 0)
+    # There are only 3 tokens.
     with pytest.raises(tc.IndexOutOfRangeError, match="cu_seqlens"):
         model.hidden(ids[0], ids[0], tc.tensor(np.array([0, 5])))
     with pytest.raises(tc.ShapeError, match="positions have shape"):
@@ -286,11 +294,12 @@ def test_packed_loss_and_log_probs_equal_the_loss_of_the_texts(device: str) -> N
     model = model_of("qwen3", device=device)
     adapter = model.add_adapter(tc.LoraConfig(r=2))
     ids = case["input_ids"]
-    lengths = (40, 30)
+    lengths = (40, 30)  # padding follows the 30 tokens of the second text
     labels = case["labels"].to("cpu").numpy()
+    # Labels shifted by one, so that each token has its next token as target. -100: no target.
     targets = [np.append(row[1:length], -100) for row, length in zip(labels, lengths, strict=True)]
     packed = (
-        tc.cat([ids[0], ids[1, :30]], 0),
+        tc.cat([ids[0], ids[1, : lengths[1]]], 0),
         tc.tensor(np.concatenate(targets)).to(device),
         tc.tensor(np.concatenate([np.arange(length) for length in lengths])).to(device),
         tc.tensor(np.cumsum([0, *lengths])).to(device),
@@ -358,6 +367,7 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
     }
     expected = model(ids).numpy()
     reloaded = model_of(family)
+    # Before the adapter is loaded, the scores differ.
     assert np.abs(reloaded(ids).numpy() - expected).max() > 0.1
     reloaded.load_adapter(tmp_path)
     np.testing.assert_array_equal(reloaded(ids).numpy(), expected)

@@ -1,4 +1,5 @@
-//! The code that is compiled against CUDA: the functions that replace the libraries', the kernels, and memory.
+//! The code of builds with CUDA: the kernels, device memory, and definitions of the functions of the driver and of the CUDA libraries,
+//! which jump to the libraries' functions, so that the program is not linked to the libraries.
 
 pub mod download;
 mod driver;

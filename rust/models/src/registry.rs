@@ -27,8 +27,9 @@ pub trait Model: Module + Any + Send + Sync {
     /// The dtype of the model's weights, in which the model computes.
     fn dtype(&self) -> DType;
 
-    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
-    /// is this checkpoint, if it exists already.
+    /// The layout of the model's parameters in files: if `original` is None, in the model's folder; otherwise in an
+    /// original checkpoint, one file with the names of the model's authors or of llama.cpp. `files` is this checkpoint,
+    /// if it exists already.
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds to `saved` what the tape keeps of a forward pass of one sample. The default, for models that are not
@@ -110,6 +111,7 @@ impl ModelKind {
             config: |files| Ok(M::read_config(files)?.to_json()),
             shapes: |config| {
                 let config = M::Config::from_json(config)?;
+                // Without weights, any dtype will do.
                 Ok(Arc::new(M::build(config, &mut Source::shapes(DType::F16).root())?))
             },
         }
@@ -163,7 +165,7 @@ impl Deref for Loaded {
     }
 }
 
-/// The kind and the files of the model at `path`. `choice` names the kind, or else this is the first of
+/// The kind and the files of the model at `path`. If `choice` names no kind, the kind is the first of
 /// [`pipelines::kinds`] that the files fit.
 ///
 /// # Errors
@@ -174,7 +176,7 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
         return Ok((kind, Pretrained::find(path, kind, choice)?));
     }
     let mut first_error = None;
-    // Files that were found, and their class, which none of the kinds so far has.
+    // Files that were found, and the class that their `config.json` names, which none of the kinds so far has.
     let mut unsupported = None;
     for kind in pipelines::kinds() {
         match Pretrained::find(path, kind, choice) {

@@ -116,9 +116,9 @@ pub fn get_w8a8() -> bool {
 ///
 /// Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row
 /// of activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's
-/// dynamic quantization. In the backward pass, the product sums over the rows of the weight, so each gradient is
-/// multiplied by the scales of these rows before it is rounded. Sums of int8 products are exact; sums of fp8 products
-/// are in f32.
+/// dynamic quantization. In the backward pass, the product sums over the rows of the weight, which have different
+/// scales. So each element of a gradient is multiplied by the scale of its row of the weight before it is rounded. Sums
+/// of int8 products are exact; sums of fp8 products are in f32.
 ///
 /// Layers multiply values if their weights have other formats, if their numbers of features are not multiples of 16, or
 /// if their inputs are f64. On a GPU, products of codes need compute capability 7.5 or higher for int8, and 8.9 or

@@ -41,8 +41,8 @@ CASES = {
     ),
 }
 # Adafactor treats a vector and a stack of matrices differently from one matrix. Parameters of these
-# shapes have the first elements of `p0`, and their gradients the first elements of each `grad.I`. The
-# vector has all 37 * 29 = 1073 elements.
+# shapes have the first elements of `p0` (the vector has all 37 * 29 = 1073 elements), and their
+# gradients the first elements of each `grad.I`.
 ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),

@@ -32,6 +32,7 @@ impl Ternary for PlusProduct {
 /// operands differ in dtype or are not floating point, [`Error::Device`] if they differ in device.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;
+    // The dtypes and the devices.
     check(op, x, y)?;
     check(op, x, gate)?;
     if !is_float(x.dtype()) {
@@ -49,8 +50,9 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
         );
         return Err(Error::shape(op, message));
     }
-    // A gate smaller than `y` is kept even inside a checkpoint. Otherwise a recomputation would have to reach this
-    // operation to save the gate, and would compute `y` on the way, which is often an expensive product.
+    // Inputs 1 and 2 are `y` and `gate`. `Saved::keep` keeps a gate smaller than `y` even inside a checkpoint.
+    // Otherwise a recomputation would have to reach this operation to save the gate, and would compute `y` on the way,
+    // which is often an expensive product.
     record(
         &GATED_ADD,
         &[x, y, gate],
@@ -65,6 +67,7 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     )
 }
 
+/// Inputs 0, 1 and 2 are `x`, `y` and `gate`.
 struct GatedAddBackward {
     y: Option<Saved>,
     gate: Option<Saved>,

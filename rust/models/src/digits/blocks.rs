@@ -1,6 +1,7 @@
-//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). In each block,
-//! one linear layer (`norm1.linear`) computes the shifts, scales and gates from the condition. The layer's weight and
-//! bias start at zero. The gates of a fresh block are therefore zero, and the block returns its input unchanged.
+//! The blocks of the digits transformer, a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748,
+//! section 3.2). In each block, one linear layer (`norm1.linear`) computes the shifts, scales and gates from the
+//! condition. The layer's weight and bias start at zero. The gates of a fresh block are therefore zero, and the block
+//! returns its input unchanged.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -36,15 +37,16 @@ impl Block {
         let dim = config.inner_dim();
         let hidden_dim = config.mlp_ratio * dim;
         let ff_init = xavier(dim, hidden_dim);
+        let bias = true;
         Ok(Self {
-            modulation: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
+            modulation: weights.linear_init("norm1.linear", dim, 6 * dim, bias, Init::Constant(0.0))?,
             attn: Attention::new(
-                AttentionSizes { heads: config.num_attention_heads, dim, context_dim: None, qkv_bias: true },
+                AttentionSizes { heads: config.num_attention_heads, dim, context_dim: None, qkv_bias: bias },
                 xavier(dim, dim),
                 &mut weights.pp("attn"),
             )?,
-            ff_in: weights.linear_init("ff.net.0.proj", dim, hidden_dim, true, ff_init)?,
-            ff_out: weights.linear_init("ff.net.2", hidden_dim, dim, true, ff_init)?,
+            ff_in: weights.linear_init("ff.net.0.proj", dim, hidden_dim, bias, ff_init)?,
+            ff_out: weights.linear_init("ff.net.2", hidden_dim, dim, bias, ff_init)?,
         })
     }
 
@@ -67,12 +69,14 @@ impl Block {
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let (dim, hidden_dim) = (self.ff_out.out_features(), self.ff_out.in_features());
         let (inputs, hidden) = (tokens * dim, tokens * hidden_dim);
-        // Each of the two norms and the GELU keep their inputs.
+        // `keep` counts the input of each of the two norms and of the GELU. Pairs are the number of a layer's input
+        // values and the number of tokens; `cheap_linear` is for inputs that selective checkpointing recomputes.
         let recomputed_with_previous = false;
         saved.block(inputs, recomputed_with_previous, |saved| {
             saved.linear(&self.modulation, (dim, 1));
             saved.keep(inputs);
-            self.attn.saved(tokens, None, saved);
+            let context_tokens = None;
+            self.attn.saved(tokens, context_tokens, saved);
             saved.keep(inputs);
             saved.cheap_linear(&self.ff_in, (inputs, tokens));
             saved.keep(hidden);

@@ -1,4 +1,4 @@
-//! The names of an encoder's parameters in files: transformers' names, and llama.cpp's names in GGUF files.
+//! The names of the parameters of a T5 encoder in files: transformers' names, and llama.cpp's names in GGUF files.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -47,8 +47,10 @@ struct LlamaCpp;
 
 impl Layout for LlamaCpp {
     fn keys(&self, name: &str) -> Vec<Key> {
+        // Our name and llama.cpp's of each parameter outside of the blocks.
         const OUTSIDE: [(&str, &str); 2] =
             [(EMBEDDINGS[0], "token_embd.weight"), ("encoder.final_layer_norm.weight", "enc.output_norm.weight")];
+        // Our name and llama.cpp's of each layer of a block. A block has `wi_0` and `wi_1`, or else `wi`.
         const INSIDE: [(&str, &str); 11] = [
             ("layer.0.SelfAttention.q", "attn_q"),
             ("layer.0.SelfAttention.k", "attn_k"),
@@ -99,12 +101,14 @@ pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec
             ))),
         }
     };
+    // The sizes are (rows, columns) of the weight.
     let query_size = |block: usize| matrix_size(&format!("encoder.block.{block}.layer.0.SelfAttention.q.weight"));
     let hidden_size = |name: &str| matrix_size(&format!("encoder.block.0.layer.1.DenseReluDense.{name}.weight"));
     let (vocab_size, d_model) = matrix_size(EMBEDDINGS[0])?;
     let (buckets, heads) = matrix_size("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")?;
     let (feed_forward_proj, d_ff) = match hidden_size("wi_0") {
         Ok((rows, _)) => (FeedForward::GatedGelu, rows),
+        // Networks without a gate have one layer `wi`.
         Err(_) => (FeedForward::Relu, hidden_size("wi")?.0),
     };
     let deduced = T5Config {

@@ -287,8 +287,8 @@ impl Adapter for Oft {
 
     /// Compute W R for inputs, or R W for outputs, with I + s (R - I) in the place of R.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        // `change` is s (R - I). For inputs, R multiplies the rows of W from the right; for outputs, it multiplies W from
-        // the left.
+        // `change` is s (R - I). For inputs, R multiplies the rows of W from the right; for outputs, it multiplies W
+        // from the left.
         let change = self.change(base.weight.dtype())?.transpose(1, 2)?;
         let weight = base.weight.values(change.dtype())?;
         match self.side {

@@ -71,14 +71,15 @@ impl EMA {
     #[new]
     #[pyo3(signature = (adapter, decay=Argument::of(0.999), warmup=true))]
     fn new(adapter: Averaged<'_, '_>, decay: Argument<f64>, warmup: bool) -> Result<Self> {
+        // `buffer` has the adapter's parameters as one flat vector.
         let config = EMAConfig { decay: decay.get("EMA", "decay")?, warmup };
         Ok(Self(Mutex::new(catch_panics(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
     }
 
-    /// Set each average to decay · average + (1 - decay) · parameter.
+    /// Set each average to d · average + (1 - d) · parameter, where d is the property `decay` before the call.
     ///
     /// Raises:
-    ///     ArgumentError: if the averages replace the parameters.
+    ///     ArgumentError: if the averages replace the parameters, as inside `with ema:`.
     ///     DeviceError: if a captured function updates twice.
     fn update(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().update())

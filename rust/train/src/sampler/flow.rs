@@ -40,8 +40,8 @@ pub fn euler(
     Ok(x)
 }
 
-/// One Euler step from the noise level `sigma` to the noise level `next`: x + (next - sigma) · velocity, in the dtype of
-/// `x`.
+/// One Euler step from the noise level `sigma` to the noise level `next`: x + (next - sigma) · velocity, in the dtype
+/// of `x`.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes differ.

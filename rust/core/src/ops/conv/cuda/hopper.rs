@@ -1,5 +1,5 @@
 //! The host side of `conv_hopper.cu`: convolution on GPUs of compute capability 9.0, whose copy engine (TMA) loads the
-//! windows.
+//! windows, the pixels that each result pixel reads. A tensor map tells the copy engine where the windows are.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv_hopper::{
@@ -28,7 +28,8 @@ const SUM_RATE: f64 = 3e6;
 /// weight, if the weight has at most this many output channels.
 const FEW_CHANNELS: u32 = 16;
 
-/// A size of tiles for which there are kernels of the forward pass and of the gradient of the input.
+/// A size of tiles, the parts of the result that a block computes, for which there are kernels of the forward pass and
+/// of the gradient of the input.
 struct Tile {
     /// Number of pixels.
     rows: usize,
@@ -91,6 +92,7 @@ impl Plan {
             // A cluster of two blocks computes two neighbouring tiles of pixels.
             let blocks = pixels.div_ceil(2 * tile.rows) * 2 * results.div_ceil(tile.columns);
             for splits in 1..=steps.clamp(1, MOST_SPLITS) {
+                // `BLOCKS` blocks run at the same time.
                 let rounds = (blocks * phases * splits).div_ceil(BLOCKS);
                 let products = (rounds * steps.div_ceil(splits)) as f64 * tile.cost;
                 // The bytes of the parts, in f32, and about as many for the result as for one part.
@@ -106,8 +108,8 @@ impl Plan {
     }
 }
 
-/// The height or the width of a phase (see [`Sizes::phase_pixels`]) of the gradient of the input, as in
-/// `grad_input_axis` of the kernels.
+/// The height or the width of a phase of the gradient of the input, as in `grad_input_axis` of the kernels. A phase is
+/// the input pixels whose coordinates modulo the stride are equal, so that the same kernel taps contribute to them.
 #[derive(Clone, Copy)]
 struct Axis {
     /// Number of input pixels of the phase.
@@ -121,7 +123,8 @@ struct Axis {
 }
 
 impl Sizes {
-    /// The windows in the image that the pixels of the result read.
+    /// The windows in the image that the pixels of the result read. As [`Windows`] requires, `upper` counts from the
+    /// last pixel of the image.
     fn windows(&self) -> Windows {
         let bounds = |i: usize| {
             let padding = i64::from(self.padding[i]);
@@ -186,9 +189,9 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
     gpu.runs_hopper_kernels() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// Computes y from dense operands, plus the addend. If y has another dtype than the operands, there must be no addend.
-/// Returns false, without writing to y, if these kernels do not support the operands or are slower than those of
-/// `conv.cu`.
+/// Computes y from dense operands, the image (`from`) and the weights, plus the addend. If y has another dtype than the
+/// operands, there must be no addend. Returns false, without writing to y, if these kernels do not support the operands
+/// or are slower than those of `conv.cu`.
 pub(super) fn forward(
     op: &'static str,
     gpu: &Gpu,
@@ -212,7 +215,8 @@ pub(super) fn forward(
     let Plan { tile, blocks, splits } = Plan::of(1, pixels, out, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
-    // The two blocks of a cluster need the same weights; each copies one half of them.
+    // The two blocks of a cluster need the same weights; each copies one half of them. A copy has STEP channels of one
+    // kernel tap, for half of a tile's output channels. The forward pass has one phase, so one map of windows.
     let maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
         windows: [
@@ -235,8 +239,9 @@ pub(super) fn forward(
     Ok(true)
 }
 
-/// Computes dx, the gradient of the input, from dense operands. Returns false, without writing to dx, if these kernels
-/// do not support the operands or are slower than those of `conv.cu`.
+/// Computes dx, the gradient of the input, from dense operands: the gradient of the result (`from`) and the weights.
+/// Returns false, without writing to dx, if these kernels do not support the operands or are slower than those of
+/// `conv.cu`.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -262,7 +267,7 @@ pub(super) fn grad_input(
     let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.output;
-    // As in `forward`, each block of a cluster copies one half of the weights.
+    // As in `forward`, each block of a cluster copies one half of the weights. A step sums over STEP output channels.
     let mut maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
         windows: [NO_MAP; 4],
@@ -293,8 +298,9 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes dw, the gradient of the weight, from dense operands. Returns false, without writing to dw, if these kernels
-/// do not support the operands or are slower than those of `conv.cu`.
+/// Computes dw, the gradient of the weight, from dense operands: the gradient of the result (`from`) and the images.
+/// Returns false, without writing to dw, if these kernels do not support the operands or are slower than those of
+/// `conv.cu`.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,
@@ -321,12 +327,14 @@ pub(super) fn grad_weight(
         65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
         _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
+    // A block computes 256 of the `window` weights of each of its output channels.
     let blocks_per_cluster = if rows == 64 { 1 } else { 2 };
     let blocks = out.div_ceil(rows) * blocks_per_cluster * window.div_ceil(256);
     let splits = splits(blocks, pixels);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
     let grad_shape = [u64::from(sizes.out_channels), 1, pixels as u64];
+    // A step sums over STEP pixels. A copy has STEP channels of each.
     let maps = Conv2dMaps {
         dense: encoder.boxes(from.address, grad_shape, [STEP as u32, 1, STEP as u32])?,
         windows: [

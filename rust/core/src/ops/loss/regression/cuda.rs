@@ -1,4 +1,4 @@
-//! The CUDA form of sums: `kernels/regression.cu`.
+//! The CUDA form of the sums of elementwise losses of two tensors, such as squared errors: `kernels/regression.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::regression::{LOSS_TOTAL, LossTotal, SquareSum};
@@ -7,14 +7,15 @@ use crate::cuda::launch::{Shape, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// A scalar: `factor` times the sum of a loss over all pairs of elements. `loss` is the name of its elementwise kernel,
-/// and `threshold` the parameter of that kernel.
+/// A scalar: `factor` times the sum of a loss over all pairs of elements of `a` and `b`. `loss` is the name of the
+/// loss, and `threshold` its parameter. The structure `SquareSum` has the arguments of the sums of all losses.
 pub fn total(op: &'static str, loss: &'static str, [a, b]: [&Raw; 2], threshold: f64, factor: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
     let (a, b) = (contiguous(a)?, contiguous(b)?);
     let (dtype, len) = (a.dtype(), a.elem_count());
-    // Each block writes one partial sum. A thread of a block of 256 adds 8 packs of `wide` elements, or more if there
-    // are more than 1024 · 2048 packs.
+    // Each block writes one partial sum. It has 256 threads, and each thread adds 8 packs of `wide` elements: 2048
+    // packs a block. The threads add more if there are more than 1024 · 2048 packs, because there are at most 1024
+    // blocks.
     let blocks = len.div_ceil(2048 * wide(dtype)).clamp(1, 1024);
     let partials = empty(op, gpu, &[blocks], DType::F64)?;
     let y = empty(op, gpu, &[], dtype)?;
