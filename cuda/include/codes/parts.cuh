@@ -16,8 +16,3 @@ struct CodePart {
 struct CodeParts {
     CodePart list[MOST_PARTS];
 };
-
-// The scale of row `row` of a part.
-__device__ __forceinline__ float scale_of(const CodePart &part, uint32_t row) {
-    return __ldg(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : row));
-}

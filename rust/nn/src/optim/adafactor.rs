@@ -58,7 +58,7 @@ registered!(
     AdafactorRule,
     "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam without a first moment; the \
      second moments of a matrix are estimated from the second moments of its rows and columns.",
-    5,
+    positional: 5,
     AdafactorConfig::default()
 );
 

@@ -85,11 +85,16 @@ impl AdamW {
     }
 }
 
-registered!(AdamRule, "Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.", 5, AdamConfig::adam(1e-3));
+registered!(
+    AdamRule,
+    "Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.",
+    positional: 5,
+    AdamConfig::adam(1e-3)
+);
 registered!(
     AdamWRule,
     "Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.",
-    5,
+    positional: 5,
     AdamConfig::adamw(1e-3)
 );
 

@@ -73,13 +73,13 @@ impl AdamW8bit {
 registered!(
     Adam8bitRule,
     "Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.",
-    4,
+    positional: 4,
     Adam8bitConfig::adam(1e-3)
 );
 registered!(
     AdamW8bitRule,
     "AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.",
-    4,
+    positional: 4,
     Adam8bitConfig::adamw(1e-3)
 );
 

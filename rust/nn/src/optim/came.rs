@@ -49,7 +49,7 @@ registered!(
     CAMERule,
     "CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor with smaller steps where successive \
      updates differ more.",
-    5,
+    positional: 5,
     CAMEConfig::default()
 );
 

@@ -131,9 +131,10 @@ pub trait Registered: Optimizer + Sized + 'static {
 }
 
 /// Implements [`Registered`] for the [`Stepper`](super::Stepper) of a rule. Arguments: the rule,
-/// [`ABOUT`](Registered::ABOUT), [`POSITIONAL`](Registered::POSITIONAL), and the default hyper-parameters.
+/// [`ABOUT`](Registered::ABOUT), [`POSITIONAL`](Registered::POSITIONAL) after the label `positional:`, and the default
+/// hyper-parameters.
 macro_rules! registered {
-    ($rule:ty, $about:literal, $positional:literal, $defaults:expr) => {
+    ($rule:ty, $about:literal, positional: $positional:literal, $defaults:expr) => {
         impl $crate::optim::kind::Registered for $crate::optim::Stepper<$rule> {
             type Config = <$rule as $crate::optim::Rule>::Config;
             const NAME: &'static str = <$rule as $crate::optim::Rule>::NAME;

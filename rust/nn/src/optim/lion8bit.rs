@@ -48,7 +48,12 @@ impl Lion8bit {
 }
 
 // 3: bitsandbytes takes three hyper-parameters by position: `lr`, `betas` and `weight_decay`.
-registered!(Lion8bitRule, "Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.", 3, Lion8bitConfig::default());
+registered!(
+    Lion8bitRule,
+    "Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.",
+    positional: 3,
+    Lion8bitConfig::default()
+);
 
 /// The arithmetic of [`Lion8bit`].
 pub struct Lion8bitRule;

@@ -73,7 +73,7 @@ registered!(
     MuonRule,
     "Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: the update of a matrix is its momentum, made orthogonal; \
      AdamW updates vectors.",
-    7,
+    positional: 7,
     MuonConfig::default()
 );
 

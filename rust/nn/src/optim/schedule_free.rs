@@ -60,7 +60,7 @@ registered!(
     "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`. Call `eval()` \
      before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the \
      next step.",
-    7,
+    positional: 7,
     AdamWScheduleFreeConfig::default()
 );
 

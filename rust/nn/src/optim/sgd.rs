@@ -45,7 +45,12 @@ impl SGD {
     }
 }
 
-registered!(SGDRule, "Stochastic gradient descent with momentum, as `torch.optim.SGD`.", 5, SGDConfig::default());
+registered!(
+    SGDRule,
+    "Stochastic gradient descent with momentum, as `torch.optim.SGD`.",
+    positional: 5,
+    SGDConfig::default()
+);
 
 /// The arithmetic of [`SGD`].
 pub struct SGDRule;
