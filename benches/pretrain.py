@@ -50,7 +50,7 @@ def read_texts(folder: Path, most: int) -> list[str]:
 
 
 def make_tokenizer(texts: list[str], entries: int) -> Any:
-    """Train a byte-level BPE of this many tokens."""
+    """Train a byte-level BPE with a vocabulary of `entries` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def train(model: Any, rows: Any, seconds: float, batch: int, device: str) -> Non
 
     Args:
         model: the language model.
-        rows: token ids, (rows, tokens).
+        rows: token ids, (rows, `ROW_TOKENS`).
         seconds: how long to train.
         batch: the number of rows of a step.
         device: "cuda" or "cpu".
@@ -83,6 +83,7 @@ def train(model: Any, rows: Any, seconds: float, batch: int, device: str) -> Non
     order = torch.Generator().manual_seed(0)
     started, step, tokens = time.perf_counter(), 0, 0
     while (passed := (time.perf_counter() - started) / seconds) < 1:
+        # The warm-up times the cosine schedule, which falls from 1 to 0.05.
         factor = min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed)))
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * factor
@@ -116,7 +117,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     texts = read_texts(given.text, int(given.megabytes * 1e6))
     entries = 512 if given.tiny else 16_384
-    # A sixth of the texts, to save time.
+    # The tokenizer is trained on a sixth of the texts, to save time.
     tokenizer = make_tokenizer(texts[: max(1, len(texts) // 6)], entries)
     ids = [
         token

@@ -1,13 +1,16 @@
 // Copies, conversions and in-place changes of tensors with strides.
 //
-// `tensors` has the strides of y, and of x if the kernel has an x. In the formulas below, y and x are elements.
-// Launch of all kernels: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
+// `tensors` has the sizes, which y and x share, the strides of y, and those of x if the kernel has an x. In the formulas below, y and x
+// are elements.
+// Launch of all kernels: `tensors.count / tensors.width` threads in blocks of 256, no shared memory. `count` is the number of elements, and
+// `width` the number of neighbouring elements of a thread: 1, or as many as 16 bytes hold of the largest type (`BOTH`, `WIDE`).
 #include "strided.cuh"
 
 // Converts an element to another type. Rounds to nearest, ties to even; f64 becomes f16 or bf16 through f32, so it is rounded twice.
 template <typename D, typename S> __device__ __forceinline__ D convert(S x) { return narrow<D>(Acc<D>(widen(x))); }
 
-// The functions of `Update`: apply(old y, x, number) is the new y.
+// The functions F of `Update` (below): apply(old y, x, number) is the new y. D is the type of y, S that of x, and Acc<D> the type for
+// computations with D: f64 for f64, otherwise f32.
 struct Copy {
     template <typename D, typename S> static __device__ __forceinline__ D apply(D, S x, double) { return convert<D>(x); }
 };
@@ -23,6 +26,8 @@ struct Lerp {
     }
 };
 
+// Changes the `N` neighbouring elements of y with the offset offsets[0] by those of x with the offset offsets[1]. If strides[1], the stride
+// of x, is 0, all have the same x. `for_each` calls `run` once in each thread.
 template <typename F, typename D, typename S> struct Update {
     D *y;
     const S *x;
@@ -31,7 +36,7 @@ template <typename F, typename D, typename S> struct Update {
     template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
         Pack<D, N> *to = reinterpret_cast<Pack<D, N> *>(y + offsets[0]);
         const Pack<S, N> from = load<N>(x + offsets[1], strides[1]);
-        // `Copy` and `Bits` do not use the old values, so the compiler drops the load.
+        // `Copy` and `Bits` (below) do not use the old values, so the compiler drops the load.
         Pack<D, N> values = *to;
 #pragma unroll
         for (int i = 0; i < N; ++i) values.values[i] = F::apply(values.values[i], from.values[i], number);
@@ -65,6 +70,7 @@ template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(
     UPDATES(FROM, S, f64, double)
 FOR_EACH_FLOAT_AND_DOUBLE(UPDATES_FROM)
 
+// As `Copy`, for types without arithmetic.
 struct Bits {
     template <typename T> static __device__ __forceinline__ T apply(T, T x, double) { return x; }
 };
@@ -85,6 +91,7 @@ template <typename T> struct Fill {
     T value;
 
     template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *) const {
+        // The stride 0 makes `load` return N copies of the value.
         *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = load<N>(&value, 0);
     }
 };

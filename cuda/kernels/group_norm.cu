@@ -10,6 +10,11 @@
 //     block 128, grid batch * groups, no dynamic shared memory.
 // channels.cuh also says how the tensor is split into pieces of positions and tiles of channels. partials is
 // (batch, tiles, groups, pieces, 2) of f32 (f64 for f64) from a 16-byte boundary.
+//
+// In short: a block has one piece of a sample's positions and one tile of channels. Its threads form lines. A thread has N = WIDE
+// neighbouring channels (16 bytes), and its line's positions of the piece. ALIGNED: the number of channels is a multiple of WIDE, and all
+// tensors begin at multiples of 16 bytes (`are_wide`), so a thread loads its channels at once. BATCH: the number of positions whose loads
+// overlap. `keep_narrow` keeps loaded f16 and bf16 values in 16 bits until they are used.
 
 #include "architecture.cuh"
 #include "channels.cuh"
@@ -26,6 +31,7 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     using A = Acc<T>;
     constexpr int N = WIDE<T>, BATCH = !ALIGNED ? 1 : IS_HALF<T> ? 6 : 8;
     const Part<T, ALIGNED> part(size);
+    // Each line has `full` of the piece's positions; the first `rest` lines have one more.
     const uint32_t positions = size.count(part.piece), full = positions / part.lines, rest = positions % part.lines;
     auto count_of = [&](uint32_t line) { return static_cast<A>(full + (line < rest)); };
     A mean[N] = {}, sum[N] = {}, squares[N] = {};
@@ -62,7 +68,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     slots.put(mean, squares);
 
     // Chan's formula joins means and sums of squared deviations: first those of a channel's lines, then those of a group's channels. Each
-    // channel has `total` elements in the piece.
+    // channel has `total` elements in the piece. of_line(line, 0) is a line's mean, of_line(line, 1) its sum of squared deviations; the
+    // results of a channel, in the same order, are afterwards in slots.values.
     const A total = positions;
     slots.join_lines(part.tile, [&](uint32_t, auto of_line, A(&results)[2]) {
         results[0] = results[1] = 0;
@@ -73,6 +80,7 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
             results[1] += of_line(line, 1) + distance * distance * count_of(line);
         }
     });
+    // `lanes` threads share a group, whose channels in the tile are `low` to `high` (exclusive); none if they are equal.
     slots.for_each_group(size, part.tile, [&](uint32_t group, uint32_t low, uint32_t high, uint32_t lane, uint32_t lanes) {
         A center = 0, deviations = 0;
         for (uint32_t at = low + lane; at < high; at += lanes) center += slots.values[0][at];
@@ -83,6 +91,7 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
         }
         deviations = lanes_sum(deviations, lanes);
         if (lane > 0 || low == high) return;
+        // The number of tiles is gridDim.y; blockIdx.y is the block's tile.
         const Partials<A> all{partials, gridDim.y};
         store_pack(all.at(size, part.sample, blockIdx.y, group, part.piece), Pack<A, 2>{{center, deviations}});
     });
@@ -177,6 +186,7 @@ __device__ __forceinline__ void sums(const T *x, const T *grad, Affine affine, c
                 }
             }
         });
+        // For f16 and bf16, `dot` is Σ g x so far: Σ g (x - mean) = Σ g x - mean Σ g, exact enough for these types.
         if (IS_HALF<T>) part.for_each_channel([&](int i, uint64_t group) { dot[i] -= sum[i] * mean[group]; });
         slots.put(dot, sum);
     }

@@ -60,6 +60,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 _SPECIAL_KEYS: Final = {"tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"}
+"""The tags of the keys `<<`, which inserts the entries of other mappings, and `=`."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -74,8 +75,8 @@ class _UniqueKeys(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                # Compared as a dict compares its keys. `SafeLoader` handles the keys `<<`, which
-                # inserts the entries of other mappings, and `=` by themselves.
+                # Compare values as a dict does, for which `1` and `1.0` are the same key. A special
+                # key has no value of its own; the tuple with its tag equals no other key's value.
                 is_special = key.tag in _SPECIAL_KEYS
                 value = (key.tag,) if is_special else self.construct_object(key)
                 if not isinstance(value, Hashable):
@@ -138,7 +139,8 @@ def held(path: Path, refusal: str) -> Iterator[None]:
 
     Args:
         path: the lock file, in a folder that exists.
-        refusal: what is in use, as the start of the error's message.
+        refusal: the start of the error's message, such as `output: run is in use`; ` by process`
+            and the process's id follow.
 
     Raises:
         ConfigError: another process or thread holds the lock; the message has the process's id.

@@ -43,7 +43,7 @@ def mentions(text: str) -> Iterator[str]:
 
 
 def has_values(code: str) -> bool:
-    """Return whether a command has values to check, and neither --help nor a placeholder NAME."""
+    """Return whether a command has flags to check, and neither --help nor a placeholder NAME."""
     return "NAME" not in code and "--" in code and "--help" not in code
 
 
@@ -83,6 +83,7 @@ def test_a_command_fails_only_for_missing_files(
     """
 
     def no_hub(*_: object) -> None:
+        # Errors about missing files have the words `there is no`; see the end of this test.
         raise MissingFileError("there is no hub here")
 
     monkeypatch.setattr(hub, "_fetch", no_hub)
@@ -94,6 +95,7 @@ def test_a_command_fails_only_for_missing_files(
     command, *arguments = (word.removeprefix("/shared/") for word in DOCUMENTED[name])
     if command == "ray" or "--gpus" in arguments:
         # These commands need GPUs or Ray, which this machine may lack: check only their settings.
+        # `settings` are the arguments that are not flags of `ray` itself.
         _, settings = make_ray_parser("ray").parse_own(arguments)
         config = train.read_config(train.make_parser("train", rare=True).parse(settings))
         config.require("model", "dataset", "output")

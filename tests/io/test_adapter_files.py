@@ -12,9 +12,13 @@ import trainable_candle as tc
 Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 
 FORMATS = ("kohya", "comfyui", "diffusers", "peft")
+# A layer of the UNet. In the names of original checkpoints, the block `down_blocks.1.attentions.0`
+# is `input_blocks.4.1`.
+LAYER = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
 def merged(model: tc.models.Model) -> dict[str, np.ndarray]:
+    """Merge the adapter into the model's weights and return them."""
     model.merge_adapter()
     return {name: t.numpy() for name, t in model.named_tensors().items()}
 
@@ -35,6 +39,8 @@ def test_saved_adapters_load_unchanged(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter = attach(unet, kind)
+    # diffusers reads no kind of LyCORIS. Neither diffusers nor peft reads DoRA with a magnitude for
+    # each input, or OFT that rotates outputs.
     lycoris = kind.startswith(("loha", "lokr", "oft"))
     is_rejected = (format == "diffusers" and lycoris) or (
         format in {"diffusers", "peft"} and kind in {"dora_input", "oft"}
@@ -44,7 +50,7 @@ def test_saved_adapters_load_unchanged(
             adapter.save(path, format=format)
         assert not path.exists()
         return
-    assert adapter.save(path, format=format) == []
+    assert adapter.save(path, format=format) == []  # no layer is untrained
     before = {name: var.numpy() for name, var in adapter.named_parameters().items()}
     expected = merged(unet)
     unet.remove_adapter()
@@ -71,7 +77,8 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
         f"{module}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     assert tensors[f"{module}.lora_down.weight"].dtype == "bf16"
-    # In the file, alpha / rank is the scale of training: 6 / sqrt(4) = 12 / 4.
+    # "rslora" has rank 4 and alpha 6. In the file, alpha / rank is the scale of training:
+    # 6 / sqrt(4) = 12 / 4.
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
     header = path.read_bytes()
     length = int.from_bytes(header[:8], "little")
@@ -134,7 +141,7 @@ def test_one_file_holds_the_unet_and_both_encoders(
         tc.save_adapters(tmp_path / "x", [])
 
 
-LAYER = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+# For each style of names: the module of `LAYER`, and the names of the down and up factors.
 NAMES = {
     "kohya, original names": (
         "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q",
@@ -201,6 +208,7 @@ def test_alphas_are_read_from_the_configuration_in_the_header(
 def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     adapter = unet.add_adapter(tc.LoraConfig(r=2, target_modules=[LAYER, "conv_in"]))
     up = adapter.named_parameters()["conv_in.lora_B.weight"]
+    # Initially, the up factor of a LoRA is zero; that of `LAYER` stays so.
     up.set(tc.ones_like(up))
     assert adapter.save(tmp_path / "a.safetensors") == [LAYER]
 
@@ -213,6 +221,7 @@ def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path)
         ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "conv_in"),
         ({"unet.conv_in.hada_t1": (2, 2, 3, 3)}, "Tucker"),
+        # `conv_in` has 4 input channels, not 5.
         (
             {
                 "unet.conv_in.lora_A.weight": (2, 5, 3, 3),
@@ -236,5 +245,5 @@ def test_wrong_files_are_rejected(
     tc.save_file({name: tc.ones(shape) for name, shape in tensors.items()}, path)
     with pytest.raises(tc.Error, match=message):
         unet.load_adapter(path)
-    # The failed call left no adapter.
+    # The failed call left no adapter: this call would raise an error if there were one.
     unet.add_adapter(tc.LoraConfig(target_modules=["conv_in"]))

@@ -42,6 +42,10 @@ SCHEDULE_FREE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, tc.Tensor]:
+    """Return initial values `pN`, gradients `gradN.STEP` and results of `make_averaged.py`.
+
+    Parameter 2 is a vector. Parameters 0 and 1 are matrices, and parameter 3 has three dimensions.
+    """
     return tc.load_file(GOLDEN / "averaged.safetensors")
 
 
@@ -97,7 +101,7 @@ def test_schedule_free_adamw_equals_that_of_its_authors(
 ) -> None:
     variables = {i: tc.Var(golden[f"p{i}"]) for i in range(4)}
     optimizer = optim.AdamWScheduleFree(variables.values(), **SCHEDULE_FREE[case])
-    assert optimizer.averages
+    assert optimizer.averages  # `eval` replaces the values of variables by averages
     take_steps(optimizer, variables, golden)
     for i, variable in variables.items():
         assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
@@ -113,7 +117,7 @@ def test_schedule_free_adamw_equals_that_of_its_authors(
 def test_using_the_averages_between_steps_does_not_change_the_training(
     dtype: str, golden: dict[str, tc.Tensor]
 ) -> None:
-    results = []
+    results = []  # without and with the averages in use between steps
     for uses_averages in (False, True):
         variables = {i: tc.Var(golden[f"p{i}"].to(dtype)) for i in range(4)}
         optimizer = optim.AdamWScheduleFree(variables.values(), lr=0.01)

@@ -7,13 +7,16 @@ use super::memory::{Status, check};
 
 /// The number of bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// The largest number of pieces of a ring. While the GPU reads or writes some of them, the host can use another.
+/// The largest number of pieces of a ring, the pieces that the copies of a stream use in turn. While the GPU reads or writes some of
+/// them, the host can use another.
 pub(crate) const PIECES: usize = 4;
 
 /// A piece of pinned memory, and an event that marks the end of the GPU's last use of the memory. Memory and event are never freed.
 pub(crate) struct Piece {
+    /// The address of the memory. It is a number, like `event`, because pointers cannot be moved to other threads.
     host: usize,
     event: usize,
+    /// Whether work was queued that [`wait`](Self::wait) has not waited for yet.
     is_queued: bool,
 }
 
@@ -23,7 +26,8 @@ impl Piece {
         // SAFETY: the signatures are the driver's.
         unsafe {
             check(driver::cuEventCreate(&raw mut event, driver::NO_TIMING))?;
-            check(driver::cuMemHostAlloc(&raw mut host, PIECE, 0))?;
+            let flags = 0;
+            check(driver::cuMemHostAlloc(&raw mut host, PIECE, flags))?;
         }
         Ok(Self { host: host as usize, event: event as usize, is_queued: false })
     }

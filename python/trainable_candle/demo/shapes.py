@@ -89,12 +89,12 @@ class Judge:
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Return whether `colour` is the one of `COLOURS` that is nearest to the middle of an image.
+    """Return whether `colour` is the one of `COLOURS` nearest to the mean of an image's middle.
 
-    The image has the shape (height, width, 3). Its middle, whose mean counts, is a quarter of the
-    image wide and high.
+    The image has the shape (height, width, 3), and its middle a quarter of its height and width.
+    Of a ring, the function sees only the background inside.
     """
-    rows, columns = (size // 8 for size in image.shape[:2])  # An eighth of each.
+    rows, columns = (size // 8 for size in image.shape[:2])  # An eighth of height and width.
     middle = image[3 * rows : 5 * rows, 3 * columns : 5 * columns].mean((0, 1))
     distances = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
     return min(distances, key=lambda name: distances[name]) == colour

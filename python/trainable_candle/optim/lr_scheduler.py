@@ -2,7 +2,8 @@
 
 The functions `constant`, `cosine`, `linear` and `polynomial` return an `LRScheduler` with a
 warm-up, by the formulas of the package transformers.
-All classes except `LRScheduler` and `ChainableScheduler` have torch's names and formulas.
+All classes except `LRScheduler` and `ChainableScheduler`, the base of most of them, have torch's
+names and formulas.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)

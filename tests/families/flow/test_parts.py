@@ -90,7 +90,7 @@ def test_a_gguf_file_can_hold_the_transformer(
     found = tc.inspect(path, name, [*config.text_encoder, config.vae])
     assert found.parts["transformer"].tensors == tc.inspect(base, name).parts["transformer"].tensors
     family = families.load(name, path, "f32", "cpu", config).family
-    family.require_own()
+    family.require_own()  # raises an error if the weights are not of this family
     expected = tc.models.load(base / "transformer", dtype="f32").named_tensors()
     for key, tensor in tc.models.load(path, dtype="f32").named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy(), key)
@@ -106,7 +106,8 @@ def test_separate_files_give_the_latents_and_images_of_the_pipeline(
     latents = [task.family.coder.latents(task.family.coder.encode(pixels), None).numpy()
                for task in (separate, pipeline)]  # fmt: skip
     np.testing.assert_array_equal(*latents)
-    # The estimate for drawing counts the denoiser in its format until it is loaded.
+    # Until the denoiser is loaded, the estimate of memory for drawing includes it, in the format
+    # in which it will be loaded.
     needed = separate.family.drawing_bytes((32, 32), 1)
     quantized = families.load(name, weights, "f32", "cpu", config.with_(base_precision="nf4"))
     assert quantized.family.drawing_bytes((32, 32), 1) < needed
@@ -132,6 +133,7 @@ def test_missing_parts_missing_files_and_repeated_parts_are_reported(
         families.load(name, weights, "f32", "cpu")
     with pytest.raises(MissingFileError, match="--vae"):
         families.load(name, weights, "f32", "cpu", config.with_(vae=str(tmp_path / "none")))
+    # Each file must hold a part that the files before it do not hold.
     twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
     with pytest.raises(WeightsFormatError, match="that are still missing"):
         families.load(name, weights, "f32", "cpu", twice)
@@ -159,7 +161,11 @@ def test_flux_does_not_apply_the_projection_of_a_clip_encoder(
 
 
 def shard(folder: Path, variant: str) -> None:
-    """Split a model's weight file into two shards with an index, named as diffusers names them."""
+    """Split a model's weight file into two shards with an index, named as diffusers names them.
+
+    `variant` is the part of the names by which diffusers marks files of half precision, `.fp16`, or
+    empty. The tensors stay as they are.
+    """
     (file,) = folder.glob("*.safetensors")
     tensors = tc.load_file(file)
     file.unlink()

@@ -35,7 +35,11 @@ def facts(path: Path) -> Facts:
 def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
     """Return the task and its prepared data: `train` and `validation`."""
     task = SDXL(base, "f32", "cpu", config).task()
-    return task, task.prepare(task.read(lambda _: None), lambda _: None)
+
+    def ignore(_: str) -> None:
+        """Print no lines for the user."""
+
+    return task, task.prepare(task.read(ignore), ignore)
 
 
 def test_the_loss_is_that_of_epsilon_prediction(
@@ -75,11 +79,16 @@ def test_encoders_are_freed_when_no_setting_needs_them(
     def encoders_in_memory(**settings: Any) -> set[str]:
         """Return which of the autoencoder and the text encoders are in memory after preparing."""
         task, _ = prepare(sdxl_base, configure(**settings))
+        # Both are cached properties, which `__dict__` has while they are loaded.
         coder = {"coder"} if "model" in task.family.coder.__dict__ else set()
         return coder | task.family.__dict__.keys() & {"encoders"}
 
     assert encoders_in_memory() == set()
+    # Previews need the autoencoder, and the features of their prompts, which are computed before
+    # the text encoders are freed.
     assert encoders_in_memory(sample_prompts=["a"]) == {"coder"}
+    # Each step encodes images and captions. The text encoders are loaded when they are first used,
+    # which is after preparing.
     assert encoders_in_memory(cache="off") == {"coder"}
     assert encoders_in_memory(train_text_encoder=True) == set()
 
@@ -88,7 +97,7 @@ def test_validation_repeats_its_loss_and_keeps_the_generator_state(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     _, split = prepare(sdxl_base, configure(validation_split=0.25))
-    assert (len(split.train), len(split.validation)) == (6, 2)
+    assert (len(split.train), len(split.validation)) == (6, 2)  # of eight images
     state = tc.get_rng_state()
     first = split.validation.validation_loss()
     assert tc.get_rng_state() == state
@@ -119,7 +128,7 @@ def test_samples_depend_on_the_prompt_and_the_options_alone(sdxl_base: Path) -> 
     task = SDXL(sdxl_base, "f32", "cpu").task()
 
     def draw(*prompts: str, **options: Any) -> np.ndarray:
-        given = {"steps": 2, "size": (32, 48), "seed": 3, **options}
+        given = {"steps": 2, "size": (32, 48), "seed": 3, **options}  # width, height
         return task.draw(prompts or ["a cat"], SampleOptions(**given))
 
     state = tc.get_rng_state()
@@ -151,7 +160,9 @@ def test_guidance_of_one_uses_the_prompt_alone(sdxl_base: Path) -> None:
     tc.manual_seed(1)
     with tc.no_grad():
         features = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))(["x"])
+        # Height and width of the image, the crop's corner, and the crop's height and width.
         sizes = tc.tensor([[32.0, 32.0, 0.0, 0.0, 32.0, 32.0]])
+        # The tiny autoencoder halves the height and width.
         x = sampler.init_noise(tc.randn((1, 4, 16, 16)))
         for step, t in enumerate(sampler.timesteps):
             scaled = sampler.scale_input(x, step)
@@ -237,6 +248,7 @@ def test_the_folder_of_one_part_is_rejected_by_the_class_in_its_configuration(
 def test_a_file_with_blocks_unlike_sdxls_is_accepted_only_with_configurations(
     tmp_path: Path,
 ) -> None:
+    # The built-in SDXL is tiny: its models have fewer blocks than the published ones.
     base = SDXL.default_weights()
     assert base is not None
     path = tmp_path / "merged.safetensors"
@@ -323,6 +335,7 @@ def test_time_ids_are_those_of_the_reference() -> None:
     # As in diffusers' train_text_to_image_sdxl.py, the six values are the height and width of the
     # original image, the top and left of the crop, and the height and width of the crop. The sizes
     # of `Fit` are those of the bucket, of the original image and of the scaled image, width first.
+    # `corner` and `frame` have the left and then the top of the crop.
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
     assert fit.corner() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)

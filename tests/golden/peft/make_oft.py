@@ -1,11 +1,15 @@
 """Results of peft and LyCORIS for OFT, on the network of `layers.safetensors`.
 
-peft rotates the inputs of linear layers, LyCORIS the outputs of every layer.
+peft rotates the inputs of linear layers, LyCORIS the outputs of every layer. `layers.safetensors`
+is the result of `make_layers.py`; its `base.NAME` are the frozen weights and biases.
 
 pip install torch==2.15.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
 python make_oft.py layers.safetensors oft.safetensors
 
-The names in the file are those of `make_layers.py`.
+For each case, the file has the initial parameters of the adapters (`CASE.start.NAME`), the output,
+the gradients of the mean squared error from `target` (`CASE.grad.NAME`, `CASE.grad_input`), and the
+merged weights of the layers (`CASE.merged.LAYER`). The cases are those of peft in `CASES`, and
+`oft_outputs` of LyCORIS.
 """
 
 import sys
@@ -39,7 +43,7 @@ class Flat(Net):
 def rotating_inputs(
     case: str, model: Flat, x: torch.Tensor, target: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the results of peft, which adapts only the linear layer."""
+    """Return the results of peft for a case, where only the linear layer has an adapter."""
     model = inject_adapter_in_model(CASES[case], model)
     # The elements above the diagonals of skew-symmetric blocks.
     triangles = model.linear.oft_R["default"].weight
@@ -51,14 +55,16 @@ def rotating_inputs(
     with torch.no_grad():
         rotation = model.linear.get_delta_weight("default")
         merged = (rotation @ model.linear.base_layer.weight.T).T
+    # The convolutions have no adapter, so their merged weights are the base's.
     found |= {f"merged.{name}": getattr(model, name).weight.detach() for name in TARGETS[:2]}
     return found | {"merged.linear": merged}
 
 
 def rotating_outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the results of LyCORIS."""
+    """Return the results of LyCORIS, the case `oft_outputs`."""
     found, modules = {}, {}
     for name in TARGETS:
+        # For OFT, LyCORIS derives the size of the blocks from `lora_dim`.
         modules[name] = DiagOFTModule(name, getattr(model, name), lora_dim=4)
         with torch.no_grad():
             modules[name].oft_blocks.normal_(0, 0.2)

@@ -25,7 +25,7 @@ class PreparedLatents:
     """A data set of images as encoded latents, and the loss of a model on them.
 
     Args:
-        family: the model.
+        family: the model, with its autoencoder and text encoders.
         dataset: the images.
         latents: returns the encoded latents of the images, in host memory.
         texts: maps captions to features.
@@ -58,10 +58,14 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the inputs of `loss`; see `Prepared.inputs`."""
+        """Return the inputs of `loss` for a batch, by name, on the model's device.
+
+        Their random numbers depend only on the seed and the numbers of the batch's samples.
+        """
         encoded = self._latents.batch(batch)
         seed = self._dataset.seed
 
+        # An autoencoder may encode an image as a distribution; these numbers draw latents from it.
         def normal() -> Tensor:
             return normal_samples(encoded["mean"].shape[1:], batch.samples, seed, "latents")
 
@@ -75,6 +79,8 @@ class PreparedLatents:
         """Return the loss for the result of `inputs`."""
         sample = inputs["sample"]
         conditions: Mapping[str, Tensor] = inputs
+        # If the text encoders are trained, they encode the captions here. Otherwise `inputs` has
+        # the text features.
         if self._texts.features is not None:
             conditions = {**inputs, **self._texts.features(inputs, sample.shape[0])}
         prediction = self._family.predict(sample, inputs["times"], conditions)
@@ -99,18 +105,20 @@ class PreparedLatents:
     def validation_loss(self) -> float:
         """Return the mean loss over all images, each used equally often.
 
-        Few images are used several times, for at least `validation_examples` uses in all. Each use
-        has its own noise and noise level, the same at every call.
+        If there are fewer images than the family's `validation_examples`, each is used several
+        times, for at least this number of uses (examples) in all. Each example has its own noise
+        and noise level, the same at every call.
         """
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         rounds = math.ceil(family.validation_examples / len(self))
-        numbered: list[tuple[Batch, range]] = []
+        numbered: list[tuple[Batch, range]] = []  # batches with the numbers of their examples
         count = 0
         for _ in range(max(1, rounds)):
             for batch in batches:
                 numbered.append((batch, range(count, count + len(batch))))
                 count += len(batch)
+        # Sums of losses; each process computes those of some batches, and all get the same list.
         losses = measured(
             self._group, numbered, lambda item: self._validation_loss(*item) * len(item[0])
         )
@@ -118,13 +126,19 @@ class PreparedLatents:
 
     @tc.no_grad()
     def _validation_loss(self, batch: Batch, examples: Sequence[int]) -> float:
-        """Return the mean loss on a batch; `examples` are the numbers of its examples."""
+        """Return the mean loss on a batch; `examples` are the numbers of its examples.
+
+        The numbers determine noise and noise levels. Latents are the means of their distributions.
+        """
         latents = self._family.coder.latents(self._latents.batch(batch), None)
         noised = self._noising.validation_noise(latents, examples)
         return float(self.loss(self._inputs(batch, noised)).item())
 
     def _inputs(self, batch: Batch, noised: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return noised latents with conditions, captions and masks, on the model's device."""
+        """Return `noised`, conditions, captions and loss masks, on the model's device.
+
+        `noised` has the noised latents as `sample`, and what else the objective needs.
+        """
         family = self._family
         inputs: dict[str, Tensor] = {
             **noised,
@@ -134,5 +148,5 @@ class PreparedLatents:
         }
         masks = self._dataset.masks(batch, family.coder.factor)
         if masks is not None:
-            inputs["mask"] = tc.tensor(masks[:, None])
+            inputs["mask"] = tc.tensor(masks[:, None])  # (images, 1, height, width) of the latents
         return {name: tensor.to(family.device) for name, tensor in inputs.items()}

@@ -1,4 +1,5 @@
-//! Tests of the operation with which a recomputation ends.
+//! Tests which operation is the last of a recomputation. A checkpoint runs its function again in the backward pass only
+//! up to the last operation that saves values.
 
 use std::sync::{Arc, Mutex};
 
@@ -24,7 +25,8 @@ impl Backward for CopyBackward {
 const SAVES: bool = true;
 const SAVES_NOTHING: bool = false;
 
-/// Answers of [`ends_here`], in the order of the operations.
+/// Answers of [`ends_here`], which tells whether a recomputation ends with the running operation. They are in the order
+/// of the operations.
 type Answers = Arc<Mutex<Vec<bool>>>;
 
 /// Runs an operation that returns `x` unchanged and, if `saves`, saves `x` for the backward pass.
@@ -55,7 +57,7 @@ fn a_recomputation_ends_with_the_last_operation_that_saves() -> Result<()> {
         copy(&y, SAVES_NOTHING, answers)
     })?;
     assert_eq!(forward, [false; 3]);
-    assert_eq!(backward, [false, true]);
+    assert_eq!(backward, [false, true], "the third operation, which saves nothing, does not run again");
     Ok(())
 }
 

@@ -19,13 +19,15 @@ enum Kind {
         /// If this is a variable's storage: the counter of the variable's changes in place, and the count when the
         /// value was kept.
         version: Option<(Arc<Version>, u64)>,
-        /// Absent for variables and other parameters, which would be in memory without the tape too.
+        /// Counts the value in [`saved_bytes`](crate::memory::saved_bytes) until it is dropped. Absent for variables
+        /// and other parameters, which would be in memory without the tape too.
         _bytes: Option<SavedBytes>,
     },
     /// The value is recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// The value is recomputed by the node whose result it is, from the values that this node saved. The backward pass
-    /// frees those values only later, when it reaches the node.
+    /// The value is recomputed by the node whose result it is, from the values that this node saved. They still exist
+    /// when the value is read: the backward pass frees them when it reaches the node, after all nodes that use its
+    /// result.
     Again(Arc<Node>),
     /// The value is not kept, because it is never read: while a checkpoint recomputes, the nodes of its operations are
     /// dropped unused.
@@ -60,6 +62,7 @@ impl Saved {
         Self(Kind::Slot { region, index })
     }
 
+    /// A value that is not kept, because it is never read.
     pub(crate) const fn nothing() -> Self {
         Self(Kind::Nothing)
     }
@@ -89,6 +92,7 @@ impl Saved {
 
 impl Drop for Saved {
     fn drop(&mut self) {
+        // The checkpoint can free the value that it has recomputed.
         if let Kind::Slot { region, index } = &self.0 {
             region.release(*index);
         }

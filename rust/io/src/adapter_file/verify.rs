@@ -91,8 +91,9 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles is no sign of mixed styles, so it is skipped. Such a name has
-    // the style `KohyaOriginal`, because this style precedes `Kohya` in `Style::ALL`.
+    // kohya's two styles are `KohyaOriginal`, with the layers' names in original checkpoints, and `Kohya`, with those
+    // of diffusers. A name that is the same in both is no sign of mixed styles, so it is skipped. Such a name has the
+    // style `KohyaOriginal`, because this style precedes `Kohya` in `Style::ALL`.
     let is_sign = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -109,7 +110,10 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
         };
         let part = &parts[place.part];
         for &(layer, form) in &place.layers {
-            let mut report = match read::own(stored, form, part.layers[layer][0]) {
+            // The adapter of this layer alone, from the rows of the module that belong to the layer (`form`). `None` if
+            // the module does not change the layer.
+            let outputs = part.layers[layer][0];
+            let mut report = match read::own(stored, form, outputs) {
                 Ok(None) => continue,
                 Ok(Some(own)) => {
                     let mut report = described(module, &own)?;
@@ -123,6 +127,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                     report
                 }
             };
+            // The scale in peft's configuration, which counts for a module without an alpha.
             let configured = contents.configured_scale(part.names.diffusers, layer);
             let alpha_at = match (stored.alpha, configured) {
                 _ if report.rank == 0 => AlphaAt::Nowhere,
@@ -134,19 +139,21 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 report.scale = scale;
             }
             report.layer = Some(part.names.key(layer, Style::Diffusers).unwrap_or_else(|| layer.to_owned()));
+            // The names of DoRA's magnitude in files of LyCORIS and of peft.
             let magnitude = ["dora_scale", "lora_magnitude_vector.weight"];
-            let found = ModuleTraits {
+            let traits = ModuleTraits {
                 layer,
                 style: place.style,
                 kind: report.kind.unwrap_or_default(),
                 magnitude: magnitude.into_iter().find(|name| stored.parameters.contains_key(name)),
+                // DoRA with a magnitude of shape (1, in, …), or OFT that rotates inputs.
                 per_input: stored.parameters.get("dora_scale").is_some_and(|scale| scale.dims().first() == Some(&1))
                     || stored.parameters.contains_key(oft::TRIANGLES),
                 limited: oft::is_limited(stored)?,
                 has_alpha: stored.alpha.is_some(),
                 alpha_at,
             };
-            read_by(&part.names, &found, mixes_styles, &mut report);
+            read_by(&part.names, &traits, mixes_styles, &mut report);
             modules.push(report);
             owners.push(Some(place.part));
         }
@@ -217,8 +224,10 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
 
 /// The reason why the factors of a LoRA, or OFT's blocks, do not fit a weight of `shape`; `None` if they fit.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
+    // OFT rotates the inputs, with the strict upper triangle of each block, or the outputs, with square blocks.
     for (name, features) in [(oft::TRIANGLES, shape.get(1)), (oft::BLOCKS, shape.first())] {
         let Some(value) = values.parameters.get(name) else { continue };
+        // The number of rows of a block.
         let size = match *value.dims() {
             [_, elements] => size_of(elements),
             [_, size, columns] if size == columns => Some(size),
@@ -249,12 +258,12 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     })
 }
 
-/// Add to `report` those tools of the part's table of readers that ignore the module or change its effect.
-/// `mixes_styles` tells whether the file mixes kohya's two styles of names.
-fn read_by(names: &PartNames, found: &ModuleTraits<'_>, mixes_styles: bool, report: &mut ModuleReport) {
+/// Add to `report` those tools of the part's table of readers that ignore the module with these `traits` or change its
+/// effect. `mixes_styles` tells whether the file mixes kohya's two styles of names.
+fn read_by(names: &PartNames, traits: &ModuleTraits<'_>, mixes_styles: bool, report: &mut ModuleReport) {
     for reader in names.readers {
-        let mut outcome = reader.outcome(found);
-        if mixes_styles && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
+        let mut outcome = reader.outcome(traits);
+        if mixes_styles && reader.tool == Tool::Diffusers && traits.style == Style::KohyaOriginal {
             let why = "it ignores names of this style, because the file mixes kohya's two styles of names";
             outcome = if outcome == Outcome::Whole { Outcome::Ignored(why) } else { outcome };
         }
@@ -302,6 +311,7 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     // OFT has no scale.
     let modules = modules.iter().filter(|m| m.kind != Some("oft"));
     let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
+    // Without an alpha in the file, a scale other than 1 comes from peft's configuration.
     let (configured, unscaled): (Vec<_>, Vec<_>) = modules.filter(without).partition(|m| m.scale != 1.0);
     match (configured.len(), unscaled.len()) {
         (0, 0) => None,
@@ -326,6 +336,8 @@ fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
              include: use the adapter without {name}"
         ));
     }
+    // A1111 takes the base model from the start of `ss_base_model_version`, such as `sdxl`. A header without any
+    // metadata does not mislead it.
     let a1111_reads = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
     if let Some(base) = parts.iter().filter(a1111_reads).find_map(|part| part.names.base)
         && !contents.metadata.is_empty()

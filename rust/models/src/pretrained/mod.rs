@@ -39,7 +39,7 @@ pub(crate) const INDEX: &str = "model_index.json";
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
     /// The kind of model. None selects the kind that the files name. If the files name no kind, None selects the kind
-    /// that is fine-tuned.
+    /// that is fine-tuned: the denoiser or the language model.
     pub kind: Option<&'static ModelKind>,
     /// The name of the model's folder in the pipeline's folder. For an original checkpoint, the name selects the model
     /// that this folder would hold. None accepts every folder in which pipelines have the kind of model.
@@ -80,7 +80,7 @@ pub struct Pretrained {
     weights: Vec<PathBuf>,
     /// The kind of model.
     model: &'static ModelKind,
-    /// For an original checkpoint, the model's place in a pipeline and its keys.
+    /// For an original checkpoint, the model's place (a pipeline and the part of it that the model is) and its keys.
     original: Option<(Place, CheckpointNaming)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
@@ -124,8 +124,9 @@ impl Pretrained {
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         let has_config = |folder: &PathBuf| folder.join(CONFIG).is_file();
         let subfolders = Self::subfolders(model, choice);
-        let own = Some(path.to_path_buf()).filter(|folder| choice.subfolder.is_none() && has_config(folder));
-        let folder = own.or_else(|| subfolders.iter().map(|subfolder| path.join(subfolder)).find(has_config));
+        // The path is the model's folder, or a pipeline's folder that has the model's folder.
+        let model_folder = Some(path.to_path_buf()).filter(|folder| choice.subfolder.is_none() && has_config(folder));
+        let folder = model_folder.or_else(|| subfolders.iter().map(|subfolder| path.join(subfolder)).find(has_config));
         let Some(folder) = folder else {
             refuse_pickles_in(path)?;
             let names = subfolders.join(", ");
@@ -147,9 +148,10 @@ impl Pretrained {
         refuse_pickle(path)?;
         let beside = Some(path.with_file_name(CONFIG)).filter(|config| config.is_file());
         let file = WeightFile::open(path)?;
+        // The place of the model whose keys the file has, the names of these keys (`section`) and their prefix.
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some names of original checkpoints also occur in the weight files of folders. A file beside a
-            // configuration belongs to a folder, unless it is GGUF.
+            // If the prefix is empty, such names may also occur in the weight file of a model's folder. A file beside a
+            // configuration belongs to such a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, CheckpointNaming { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -275,6 +277,7 @@ impl Pretrained {
                 let in_header = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
                 // The folder beside the file may belong to another model, so errors in its configuration are ignored.
+                // `first` is the first of the known configurations.
                 let first = in_header.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());

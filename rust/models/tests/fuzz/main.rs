@@ -1,5 +1,5 @@
-//! Runs the readers of files on damaged files. By default, a test tries 1000 files. This command tries more, with all
-//! readers or with those whose tests have READER in their names:
+//! Runs the readers of models and adapters on damaged files. By default, a test tries 1000 files. This command tries
+//! more, with all readers or with those whose tests have READER in their names:
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
@@ -22,6 +22,9 @@ use trainable_candle_models::{Choice, Loaded, load, save_checkpoint};
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
 const CPU: Device = Device::Cpu;
+/// The total size in bytes of the other files that a reader reads, if it reads only the damaged file. [`run`] takes
+/// this size into account when it checks how much memory a reader takes.
+const NO_OTHERS: usize = 0;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
@@ -60,16 +63,16 @@ fn damaged_weights_are_read_or_rejected() {
     let folder = Folder::new("weights");
     let path = folder.join("weights.safetensors");
     let valid = [small_file(&path, ""), std::fs::read(golden("digits/model.safetensors")).unwrap()];
-    run("weights", &path, &valid, 0, mutate::safetensors, || read_whole(&path).is_ok());
+    run("weights", &path, &valid, NO_OTHERS, mutate::safetensors, || read_whole(&path).is_ok());
 }
 
 #[test]
 fn damaged_shards_are_read_or_rejected() {
     let folder = Folder::new("shards");
     let paths = [folder.join("a.safetensors"), folder.join("b.safetensors")];
-    let other = small_file(&paths[1], "b.").len();
+    let others = small_file(&paths[1], "b.").len();
     let valid = [small_file(&paths[0], "a."), small_file(&paths[0], "a.much.longer.")];
-    run("shards", &paths[0], &valid, other, mutate::safetensors, || {
+    run("shards", &paths[0], &valid, others, mutate::safetensors, || {
         let read = || -> Result<()> {
             let mut files = WeightFiles::open(&paths)?;
             drop((files.common_dtype("a."), files.metadata()));
@@ -109,7 +112,7 @@ fn damaged_adapters_are_read_or_rejected() {
     assert!(valid.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", valid.len());
     let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
     let outlines = [Outline { names: names.clone(), layers: shapes.collect() }];
-    run("adapters", &path, &valid, 0, mutate::safetensors, || {
+    run("adapters", &path, &valid, NO_OTHERS, mutate::safetensors, || {
         let verified = verify_adapter(&path, &outlines);
         let attached = attach_adapter(&path, 1.0, PartLayers { names: &names, layers: &layers });
         let is_attached = attached.as_ref().is_ok_and(|set| {
@@ -206,12 +209,14 @@ fn damaged_indexes_are_read_or_rejected() {
     std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
     others += small_file(&folder.join("model-00002-of-00002.safetensors"), "unused.").len();
     let path = folder.join("model.safetensors.index.json");
+    // The reader takes from the index only the names of the shards, and the parameters' names from the shards.
     let index = br#"{"metadata": {"total_size": 4000}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
     run("indexes", &path, &[index.to_vec()], others, mutate::json, || loads(folder.path()));
 }
 
 #[test]
 fn damaged_original_checkpoints_are_read_or_rejected() {
+    // An original checkpoint is one file that may hold several models, with its own names for their parameters.
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = load_golden("sdxl/text_encoder");
@@ -219,5 +224,7 @@ fn damaged_original_checkpoints_are_read_or_rejected() {
         .unwrap();
     let valid = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
-    run("original_checkpoints", &path, &valid, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());
+    run("original_checkpoints", &path, &valid, NO_OTHERS, mutate::safetensors, || {
+        load(&path, &choice, None, &CPU).is_ok()
+    });
 }

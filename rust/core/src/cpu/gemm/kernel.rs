@@ -54,7 +54,7 @@ impl TileShape {
     }
 }
 
-/// An upper bound on the number of elements in a tile's registers, for all instruction sets.
+/// An upper bound on the number of elements in a tile's registers, for all instruction sets: 32 registers of 16 `f32`.
 const MAX_TILE: usize = 512;
 
 /// Where a tile or a block of the result is written, and how.
@@ -76,7 +76,7 @@ pub struct Target<T> {
 /// `stride` bytes apart.
 #[derive(Clone, Copy)]
 pub struct Ahead {
-    /// The first byte.
+    /// The first byte of the first range that is not yet prefetched.
     pub ptr: *const u8,
     /// The number of ranges that are not yet prefetched.
     pub ranges: usize,
@@ -137,7 +137,8 @@ pub struct Broadcast<T> {
 }
 
 impl<T> Broadcast<T> {
-    /// Describes a panel of `columns` columns that [`pack`](super::pack::pack) has written.
+    /// Describes a panel of `columns` columns that [`pack`](super::pack::pack) has written, padded to a multiple of 4
+    /// columns.
     pub fn packed(ptr: *const T, columns: usize) -> Self {
         Self { ptr, step: columns.next_multiple_of(4), column: 1 }
     }
@@ -161,11 +162,11 @@ impl Run {
 /// `c = alpha * a * b`, or `c += alpha * a * b`, for one panel of columns. `a` is packed by
 /// [`pack`](super::pack::pack).
 pub struct Columns<T> {
-    /// The number of rows.
+    /// The number of rows of `a` and `c`.
     pub m: usize,
-    /// The number of columns, at most [`TileShape::columns`].
+    /// The number of columns of `b` and `c`, at most [`TileShape::columns`].
     pub n: usize,
-    /// Length of the sums.
+    /// The number of columns of `a` and rows of `b`, the length of the sums.
     pub k: usize,
     /// The first packed panel of `a`.
     pub a: *const T,
@@ -195,6 +196,7 @@ impl<T: Real> WithSimd for Columns<T> {
     fn with_simd<S: Simd>(self, simd: S) {
         let shape = TileShape::of::<T, S>();
         let mut ahead = self.ahead;
+        // Where the next cache line begins in the first remaining range of `ahead`, in bytes.
         let mut offset = 0;
         let tiles = self.m.div_ceil(shape.rows).max(1);
         let lines_per_tile = ahead.lines().div_ceil(tiles);
@@ -276,6 +278,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             };
         }
+        // Not only the sizes of `TileShape` and smaller ones: thin products (`thin.rs`) use 4 x 4 and 1 x 16.
         tiles!(2 x 12, 1 x 12, 2 x 8, 1 x 8, 1 x 4, 2 x 4, 3 x 4, 4 x 4, 1 x 16);
     }
 

@@ -6,7 +6,8 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// Computes the gated linear unit `op`, `geglu` or `swiglu`: `x (..., 2 width)` → `(..., width)`.
+/// Computes the gated linear unit `op`, `geglu` or `swiglu`: `x (..., 2 width)` → `(..., width)`. A row of `x` has the
+/// `width` features, then their gates.
 pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
@@ -18,6 +19,7 @@ pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     if y.elem_count() > 0 {
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
         let (rows, width) = ((y.elem_count() / width) as u64, count32(op, width)?);
+        // A thread computes about 16 bytes of `y`.
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
         // The kernels of both units have the same parameters.
         let arguments = GegluForward { x: input(op, &x)?, y: output(op, &y)?, rows, width };

@@ -4,12 +4,13 @@ use super::{EMBEDDING, GATHER, INDEX_SELECT, embedding};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// Ids on the device of `x`.
+/// Ids `values` of shape `dims` on the device of `x`.
 fn ids(x: &Tensor, values: &[i64], dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(values.to_vec(), dims, x.device())
 }
 
-/// Registry entries of this folder.
+/// Registry entries of this folder. A case has a label, the shapes of the random inputs `x`, and a function of `x`. Its
+/// ids are constants, of which some repeat: then the backward pass adds several gradients to one element.
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &INDEX_SELECT,

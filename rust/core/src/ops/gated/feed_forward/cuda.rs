@@ -1,4 +1,8 @@
 //! The CUDA form of `SwiGLU` feed-forward networks: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
+//!
+//! Two inner maps of the input compute the features h and the gate. The unit is h · SiLU(gate), elementwise, and the
+//! outer map reads the unit. Each map has a low-rank product, scale · (input Aᵀ) Bᵀ, with the down factor A, the up
+//! factor B and the hidden values input Aᵀ.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::feed_forward::{
@@ -17,6 +21,8 @@ use crate::tape::BackwardContext;
 use crate::{Error, Raw, Result, Tensor, checkpoint, compute};
 
 const OP: &str = SWIGLU_FEED_FORWARD.name;
+// The kernels fix all of these numbers except `FORWARD_COLUMNS`.
+
 /// The rank that all three low-rank products must have.
 const RANK: usize = 16;
 /// Number of columns of the unit that a block computes in the backward pass.
@@ -28,7 +34,7 @@ const FORWARD_ROWS: usize = 128;
 /// The maximum number of columns of the unit that a block computes in the forward pass.
 const FORWARD_COLUMNS: usize = 2304;
 /// Number of columns that a warp computes at a time.
-const WARP: usize = 32;
+const WARP_COLUMNS: usize = 32;
 /// Bytes of shared memory of a block in the backward pass.
 const SHARED: u32 = 93184;
 /// Addresses of the low-rank factors, and of buffers for their gradients, must be multiples of this.
@@ -39,7 +45,7 @@ const ALIGNMENT: Address = 16;
 pub fn supports(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
     let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
     let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
-    if !is_half || x.elem_count() == 0 || !width.is_multiple_of(WARP) || !products.iter().all(has_rank) {
+    if !is_half || x.elem_count() == 0 || !width.is_multiple_of(WARP_COLUMNS) || !products.iter().all(has_rank) {
         return Ok(false);
     }
     // The factors that the kernels read.
@@ -63,9 +69,11 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
     let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
     let (rows, width) = (y.dims()[0], y.dims()[1] / 2);
     let unit = if checkpoint::ends_here() { None } else { Some(empty(OP, gpu, &[rows, width], dtype)?) };
-    // As few blocks as possible share the columns of a row, about evenly and in multiples of `WARP`.
-    let columns = (width / WARP).div_ceil(width.div_ceil(FORWARD_COLUMNS)) * WARP;
+    // As few blocks as possible share the columns of a row, about evenly and in multiples of `WARP_COLUMNS`.
+    let fewest_blocks = width.div_ceil(FORWARD_COLUMNS);
+    let columns = (width / WARP_COLUMNS).div_ceil(fewest_blocks) * WARP_COLUMNS;
     let column_blocks = width.div_ceil(columns);
+    // Parts of the unit times Aᵀ, each over the columns of a block. The second kernel adds them up.
     let parts = empty(OP, gpu, &[column_blocks, rows, RANK], DType::F32)?;
     let [features, gate] = &late.products[..] else { return Err(missing()) };
     let arguments = SwigluFeedForwardUnit {
@@ -73,7 +81,7 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
         hidden: input(OP, &late.hidden)?,
         up_h: input(OP, &features.up)?,
         up_gate: input(OP, &gate.up)?,
-        down: input(OP, &outer.operands()[0][0].raw)?,
+        down: input(OP, &outer.operands()[0][0].raw)?, // A of the outer map
         unit: optional_output(OP, unit.as_ref())?,
         parts: output(OP, &parts)?,
         scale_h: features.scale as f32,
@@ -101,7 +109,10 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
 }
 
 /// The CUDA form of [`FeedForward::on_cpu`], with the same arguments and results, except that `unit_grad` does not
-/// change.
+/// change. `unit_grad` is the part of the unit's gradient that comes through the outer map's base, and
+/// `outer_hidden_grad` the gradient of the outer map's hidden values. Returns the gradients of the inner maps' results,
+/// (rows, 2 n), and of their hidden values, (rows, 2 · 16). To the gradients in `context`, adds those of the three
+/// factors that this part of the backward pass reads: B of the inner maps and A of the outer map.
 pub fn backward(
     node: &FeedForward,
     context: &mut BackwardContext<'_>,
@@ -117,6 +128,8 @@ pub fn backward(
     let (column_blocks, row_blocks) = (width.div_ceil(COLUMNS), rows.div_ceil(ROWS));
     let grad = empty(OP, gpu, y.dims(), dtype)?;
     let hidden_grad = empty(OP, gpu, &[rows, 2 * RANK], dtype)?;
+    // Parts of the factors' gradients, each over the rows of a block, and of `hidden_grad`, each over the columns of a
+    // block. The second kernel adds them up.
     let factor_parts = empty(OP, gpu, &[row_blocks, 3, RANK * width], DType::F32)?;
     let hidden_parts = empty(OP, gpu, &[column_blocks, rows, 2 * RANK], DType::F32)?;
     let (rows32, width32) = (count32(OP, rows)?, count32(OP, width)?);
@@ -148,8 +161,9 @@ pub fn backward(
         (node.inner.up(1), [width, RANK], node.inner.dtypes(1)[1]),
         (node.outer.down(0), [RANK, width], node.outer.dtypes(0)[0]),
     ];
-    // The kernel adds to the gradient's buffer itself if it is aligned, otherwise to zeros.
-    let mut places = Vec::with_capacity(factors.len());
+    // For each factor: the tensor to which the kernel adds the gradient, and the variable's gradient buffer, if there
+    // is one. The kernel adds to the buffer itself if the buffer is aligned, otherwise to zeros.
+    let mut sums = Vec::with_capacity(factors.len());
     for (index, shape, _) in &factors {
         let buffer = context.buffer(*index, DType::F32);
         let is_in_place = match &buffer {
@@ -160,26 +174,26 @@ pub fn backward(
             Some(buffer) if is_in_place => buffer.clone(),
             _ => compute::zeros(shape, DType::F32, unit_grad.device())?,
         };
-        places.push((sum, buffer, is_in_place));
+        sums.push((sum, buffer, is_in_place));
     }
     let function = gpu.function(&SWIGLU_FEED_FORWARD_SUMS, suffix(OP, dtype)?)?;
     let arguments = SwigluFeedForwardSums {
         factor_parts: input(OP, &factor_parts)?,
         hidden_parts: input(OP, &hidden_parts)?,
-        up_h: output(OP, &places[0].0)?,
-        up_gate: output(OP, &places[1].0)?,
-        last_down: output(OP, &places[2].0)?,
+        up_h: output(OP, &sums[0].0)?,
+        up_gate: output(OP, &sums[1].0)?,
+        last_down: output(OP, &sums[2].0)?,
         grad_hidden: output(OP, &hidden_grad)?,
         scale_h: scales[0],
         scale_gate: scales[1],
         rows: rows32,
         width: width32,
     };
-    // A thread computes four elements, of a factor's gradient or of `hidden_grad`.
+    // A thread computes four elements, of one of the three factors' gradients or of `hidden_grad`.
     let threads = (3 * RANK * width + 2 * RANK * rows) / 4;
     // SAFETY: the tensors are dense and of these sizes, and nothing else has the memory of the sums.
     unsafe { function.launch(OP, gpu, Shape::flat(threads, 1), arguments) }?;
-    for ((index, _, grad_dtype), (sum, buffer, is_in_place)) in factors.into_iter().zip(places) {
+    for ((index, _, grad_dtype), (sum, buffer, is_in_place)) in factors.into_iter().zip(sums) {
         match buffer {
             Some(_) if is_in_place => {}
             Some(buffer) => compute::accumulate(&buffer, &sum)?,

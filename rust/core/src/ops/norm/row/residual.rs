@@ -42,7 +42,8 @@ pub fn add_layer_norm(
 /// As [`rms_norm`](crate::ops::norm::rms_norm); also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if `x` and
 /// `residual` differ in shape, dtype or device.
 pub fn add_rms_norm(x: &Tensor, residual: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<(Tensor, Tensor)> {
-    let norm = RowNorm::new(ADD_RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?;
+    let normalized_dims = 1;
+    let norm = RowNorm::new(ADD_RMS_NORM.name, Kind::Rms, x, normalized_dims, [weight, None], eps)?;
     add_norm(&ADD_RMS_NORM, &RMS_NORM, x, residual, &norm)
 }
 
@@ -62,8 +63,8 @@ fn add_norm(
             format!("x has shape {:?}, the residual {:?}; expected the same shape", x.dims(), residual.dims()),
         ));
     }
-    check(op, x, residual)?;
-    // The norm, if the kernel that computes the sum has computed it too.
+    check(op, x, residual)?; // the same dtype and device
+    // The norm and its statistics, if the kernel that computes the sum has computed them too.
     let fused_norm = Cell::new(None::<Normalised>);
     let sum = add_by(x, residual, || {
         let fused =
