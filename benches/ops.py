@@ -104,8 +104,8 @@ def convolution(
     Args:
         title: what the title of the case says about the convolution.
         image: the height, width and channels of the one image.
-        out: the output channels.
-        kernel: the height and width of the kernel; the padding is half of it.
+        out: the number of output channels.
+        kernel: the height and width of the kernel; the padding is half of it, rounded down.
         stride: the stride.
         groups: the number of groups of channels.
         frozen: whether the weight gets no gradient.
@@ -123,10 +123,12 @@ def convolution(
 
 
 def cases() -> list[Case]:
+    # Shapes of queries, keys and values: (batch, heads, tokens, width of a head).
     heads = (4, 8, 512, 64)
     heads_of_prompt = (4, 8, 77, 64)
     rows, width = 5120, 1024
     return [
+        # Title, image (height, width, channels), output channels, kernel.
         convolution("64->64 3x3 at 64x64", (64, 64, 64), 64, 3),
         convolution("64->64 3x3 at 64x64", (64, 64, 64), 64, 3, frozen=True),
         convolution("320->320 3x3 at 32x32", (32, 32, 320), 320, 3),
@@ -177,6 +179,7 @@ def cases() -> list[Case]:
         Case(
             "group norm + SiLU, 1x320x64x64",
             [(1, 64, 64, 320), (320,), (320,)],
+            # 32 groups.
             lambda x, w, b: functional.group_norm_silu(x, 32, w, b, channels_last=True),
             lambda torch, x, w, b: torch.nn.functional.silu(
                 torch.nn.functional.group_norm(x, 32, w, b)

@@ -54,7 +54,7 @@ struct alignas(16) Coefficients {
     uint32_t skip; // 1 if the step leaves parameters and states as they are; the same in all groups
     float decay; // the parameters are multiplied by this: 1, or less for decoupled weight decay
     float l2;    // l2 times the parameter is added to the gradient
-    float step_size; // negative for 8-bit Adam
+    float step_size; // negative for the Adam kernel that follows bitsandbytes and adds the step to the parameter
     float eps;
     float beta1, gain1; // weights of the old first state and of the gradient in the new first state
     float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the momentum buffer in Nesterov's form
@@ -143,7 +143,7 @@ struct RoundStochastically {
     const Settings *settings;
     const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
-    // For the four elements from element `index` of `piece` on. `number` is the index of the piece in the list.
+    // For the four elements from element `index` of `piece` on. `number` is the index of the piece in the list of pieces.
     __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
         const Settings &of = settings[piece.group];
         return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};
@@ -173,7 +173,7 @@ template <typename P, typename G, typename C> struct Buffers {
     P *params;
     G *grads;
     C *copy;
-    uint32_t zero_grads;
+    uint32_t zero_grads; // whether the step also sets the gradients to zero
 
     __device__ __forceinline__ Buffers(const Segment *segments, const Piece &piece, uint32_t zero_grads) : zero_grads(zero_grads) {
         const auto words = reinterpret_cast<const unsigned long long *>(segments + piece.segment);
@@ -209,10 +209,10 @@ template <bool WIDE, typename P, typename G, typename C> struct Quad {
 
     // Stores the parameters and their copy, and zeroes the gradients if the step is to do so.
     template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding) const {
-        store_quad<WIDE>(at.params, params, count, rounding, 0);
-        if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count, Nearest{}, 0);
+        store_quad<WIDE>(at.params, params, count, rounding, /*number=*/0);
+        if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count, Nearest{}, /*number=*/0);
         const float zeros[QUAD] = {};
-        if (at.zero_grads) store_quad<WIDE>(at.grads, zeros, count, Nearest{}, 0);
+        if (at.zero_grads) store_quad<WIDE>(at.grads, zeros, count, Nearest{}, /*number=*/0);
     }
 };
 
@@ -225,10 +225,11 @@ __device__ void clear_grads(const Buffers<P, G, C> &buffers, const Piece &piece,
     for (uint32_t i = thread; i < piece.length; i += threads) grads[i] = narrow<G>(0.0f);
 }
 
-// Lion's update: `p` decayed, then moved by the step size against the sign of `direction`.
+// Lion's update: `p` decayed, then moved by the step size against the sign of `direction`. The compiler does not fuse these intrinsics
+// to a multiply-add, so the result is rounded as on the CPU.
 __device__ __forceinline__ float lion_descend(const Coefficients &at, float p, float direction) {
-    const float up = direction > 0.0f ? at.step_size : 0.0f, down = direction < 0.0f ? at.step_size : 0.0f;
-    return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), up), down);
+    const float decrease = direction > 0.0f ? at.step_size : 0.0f, increase = direction < 0.0f ? at.step_size : 0.0f;
+    return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), decrease), increase);
 }
 
 // Calls the macro `DEFINE(suffix, type of the gradients, type of the copy)` for the pairs of types that a step may have.

@@ -22,6 +22,8 @@ from trainable_candle.train import TrainConfig
 GOLDEN = Path(__file__).parents[1] / "golden"
 IDS = [[3, 5, 7, 11, 13, 17]]
 FAMILIES = ["llama", "qwen2", "qwen3"]
+# `write_model` writes a folder's weights, changed by an adapter. This adapter changes no layer.
+NO_ADAPTER = TextAdapter({})
 
 
 def write_tokenizer(folder: Path, split: str | None) -> None:
@@ -66,10 +68,11 @@ def scores(model: CausalLM) -> np.ndarray:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
     base = folder_of(family, tmp_path)
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", kind)
     found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
     tensors = tc.load_file(base / "model.safetensors")
     for name, tensor in tensors.items():
+        # Matrices whose rows do not divide into blocks of 32 elements are not quantized but f16.
         if tensor.ndim == 2 and kind.startswith("q") and tensor.shape[1] % 32 == 0:
             tensors[name] = tc.quantize(tensor.to("f32"), kind).dequantize()
         elif tensor.ndim == 2:
@@ -86,7 +89,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
     """The loss and the gradients equal those of a model with the dequantized values."""
     base = folder_of("qwen3", tmp_path)
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", "q8_0")
     results = []
     for path in (tmp_path / "model.gguf", base):
         model = CausalLM.from_pretrained(path, dtype="f32")
@@ -108,12 +111,12 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
 
 def test_facts_count_the_bytes_of_the_weights_in_a_file(tmp_path: Path) -> None:
     base = folder_of("qwen3", tmp_path)
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", "q8_0")
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     expected = 0
     for shape in facts.tensors.values():
         # A block of 32 elements takes 34 bytes. Vectors, and matrices whose rows do not divide into
-        # blocks (112 elements), count with two bytes per element.
+        # blocks (rows of 112 elements), count as bf16: with two bytes per element.
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected
@@ -124,7 +127,7 @@ def test_estimates_count_the_elements_that_steps_dequantize(
     kind: str, decoded: bool, tmp_path: Path
 ) -> None:
     base = folder_of("qwen3", tmp_path)
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", kind)
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     config = TrainConfig(device="cuda", precision="bf16")
     adapter = tc.LoraConfig(target_modules=["q_proj"])
@@ -137,7 +140,7 @@ def test_an_adapter_trained_on_a_file_is_merged_into_the_folder_but_not_into_the
 ) -> None:
     base = folder_of("qwen2", tmp_path)
     path = tmp_path / "model.gguf"
-    write_model(base, TextAdapter({}), path, "q8_0")
+    write_model(base, NO_ADAPTER, path, "q8_0")
     rows = [{"prompt": f"say {n}: ", "completion": "hello" * n} for n in range(1, 5)]
     dataset = tmp_path / "chats.jsonl"
     dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -146,6 +149,7 @@ def test_an_adapter_trained_on_a_file_is_merged_into_the_folder_but_not_into_the
     run += ["--steps", "2", "--sequence-length", "128"]
     assert main(["train", "--model", "causal-lm", *file, *run]) == 0
     export = ["export", "--adapter", str(tmp_path / "run" / "peft"), "--for", "merged", "--output"]
+    # An error (exit status 2): a GGUF file is not merged into.
     assert main([*export, str(tmp_path / "merged"), *file]) == 2
     assert main([*export, str(tmp_path / "merged"), *folder, "--gguf", "bf16"]) == 0
     found = scores(CausalLM.from_pretrained(tmp_path / "merged" / "model.gguf", dtype="f32"))
@@ -160,7 +164,7 @@ def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> Non
     (base / "chat_template.jinja").write_text("a")
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "f32")
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", "f32")
     expected, found = map(ChatTokenizer.from_pretrained, (base, tmp_path / "model.gguf"))
     text = "hello World's 12345 \u00e9\u732b <|im_start|>hell\n\n  12 don't"
     assert found.encode(text).ids == expected.encode(text).ids
@@ -170,7 +174,8 @@ def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> Non
     assert found.special == expected.special
     conversation = [{"role": "user", "content": "a"}]
     assert found.render(conversation).text == "a"
-    assert found.render(conversation, [{}]).text == "with tools"
+    tools = [{}]  # one tool, whose description does not matter
+    assert found.render(conversation, tools).text == "with tools"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -184,7 +189,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (base / "config.json").write_text(json.dumps(config))
-    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    write_model(base, NO_ADAPTER, tmp_path / "model.gguf", "q8_0")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", dtype=torch.float32
     )
@@ -223,6 +228,7 @@ def tiny(path: Path, **changes: Fact | None) -> Path:
         ({"llama__expert_count": 8}, "mixture of experts"),
         ({"split__count": 2}, "llama-gguf-split --merge"),
         ({"general__alignment": 24}, "a power of two"),
+        # The file has only two of the model's tensors.
         ({}, "missing model.layers.0"),
     ],
 )
@@ -232,8 +238,9 @@ def test_unsupported_files_are_reported(
     path = tiny(tmp_path / "model.gguf", **changes)
     with pytest.raises(tc.errors.Error, match=message):
         CausalLM.from_pretrained(path)
+    # Reading the tokenizer fails, too: the file is one of several parts, or its alignment is no
+    # power of two, or else it has no tokenizer of the kind gpt2 or llama.
     with pytest.raises(tc.errors.WeightsFormatError, match=r"gpt2 or llama|parts|power"):
-        # The file has no tokenizer either.
         ChatTokenizer.from_pretrained(path)
 
 
@@ -261,7 +268,7 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
     """All matrices of the file are random blocks, with scales so small that nothing overflows."""
     # The number of bytes of a block, and the byte offsets of the f16 scales in the block.
     sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
-    size, places = sizes[kind]
+    size, scale_offsets = sizes[kind]
     base = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / "llama", base)
     config = json.loads((base / "config.json").read_text())
@@ -276,9 +283,10 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
         values[name], shape = tensor, tuple(tensor.shape)
         stored: tc.Tensor | tc.QuantizedTensor = tensor
         if tensor.ndim == 2:
+            # Each row has 256 elements, so it is one block.
             blocks = random.integers(0, 256, (shape[0], size), np.uint8)
-            for place in places:
-                blocks[:, place : place + 2] = np.float16([1e-3]).view(np.uint8)
+            for offset in scale_offsets:
+                blocks[:, offset : offset + 2] = np.float16([1e-3]).view(np.uint8)
             stored = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), kind)
             values[name] = stored.dequantize()
         gguf_name = parameter_name(name.removeprefix("model."))
@@ -287,6 +295,7 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # The file has the rows of this weight in llama.cpp's order: the two halves of each head
             # alternate. The folder has them in transformers' order: one half follows the other.
+            # A head has 64 rows, two halves of 32; a row has 256 elements.
             heads = 4 if "q_proj" in name else 2
             halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
             values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))

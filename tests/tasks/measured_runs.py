@@ -10,7 +10,7 @@ from trainable_candle.train.adapters import adapter_config
 
 from .full_size import write_model
 
-# Attention layers. In joint attention, the text has layers of its own.
+# Adapter targets: the attention layers. In joint attention, the text has layers of its own.
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 # Sizes of inputs, as in `Run.sizes`.
@@ -18,11 +18,12 @@ FLUX = {"height": 128, "width": 128, "tokens": 512}
 SDXL = {"height": 128, "width": 128, "tokens": 77}
 SD3 = {"height": 128, "width": 128, "tokens": 333}
 Z_IMAGE = {"height": 128, "width": 128, "tokens": 128}
-ROWS = {"tokens": 2048}
+ROWS = {"tokens": 2048}  # a packed row of texts
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 OFFLOAD: dict[str, Any] = {"gradient_checkpointing": "offload"}
 MODULATION: dict[str, Any] = {"stream_modulation": True}
+# All 57 blocks of Flux.1 are streamed.
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
 
@@ -33,6 +34,7 @@ class Run(NamedTuple):
     """
 
     model: str
+    """The name for which `write_model` makes the files."""
     family: str
     sizes: dict[str, int]
     """The height and width of the latents and the tokens of text; only tokens for `causal-lm`."""
@@ -50,6 +52,7 @@ class Run(NamedTuple):
         return adapter_config(self.config(), kind.targets, kind.formats)
 
 
+# Model, family, sizes, settings, peak (GiB), time of a step (ms).
 RUNS = [
     Run("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 5.13, 73),
     Run("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 6.24, 131),

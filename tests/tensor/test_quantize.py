@@ -17,7 +17,7 @@ FORMATS = ["int8", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """Return the matrix that tests/golden/quantized/make_nf4.py quantized."""
+    """Return the values that `matrix` in tests/golden/quantized/make_nf4.py returns."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -28,7 +28,7 @@ def matrix(rows: int, columns: int) -> np.ndarray:
 def test_nf4_equals_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: str) -> None:
     values = matrix(*shape)
     if name == "whole":
-        # Blocks of zeros.
+        # make_nf4.py sets these rows to zero, too, so that some blocks have only zeros.
         values[3:5] = 0
     found = tc.quantize(tc.tensor(values).to(dtype), "nf4")
     parts = {key: tensor.numpy() for key, tensor in found.tensors().items()}
@@ -64,7 +64,7 @@ def test_int8_rounds_to_even_with_one_scale_per_row() -> None:
 def test_fp8_has_the_codes_of_e4m3() -> None:
     values = matrix(5, 33)
     found = tc.quantize(tc.tensor(values), "fp8")
-    scales = np.abs(values).max(1, keepdims=True) / np.float32(448)
+    scales = np.abs(values).max(1, keepdims=True) / np.float32(448)  # the largest value of E4M3
     # E4M3 codes have a sign, four exponent bits (bias 7) and three fraction bits; 0x7f is NaN.
     code = np.arange(0x7F)
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
@@ -122,7 +122,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The weight has more elements than the CPU dequantizes at once."""
+    """The weight has more than 2**22 elements, the most that the CPU dequantizes at once."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "nf4")
     x = tc.randn((2, 4096))

@@ -61,12 +61,17 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:
     """Return the options that the flags give.
 
+    Args:
+        given: the values of the flags on the command line, by name without dashes; flags that the
+            user has not given are absent.
+
     Raises:
         ConfigError: a value is outside its range, or has no effect.
     """
     # An expensive import, after the flags are parsed.
     from trainable_candle.tasks.text.writing import WritingOptions  # noqa: PLC0415
 
+    # The commands themselves add the flag `--seed`.
     names = ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     stop = tuple(given.get("stop", ()))
     options = WritingOptions(**{name: given[name] for name in names if name in given}, stop=stop)
@@ -74,10 +79,11 @@ def writing_options(given: Mapping[str, Any]) -> WritingOptions:
         raise ConfigError(f"--top-p is {options.top_p}, expected above 0 and at most 1")
     if not 0 <= options.min_p <= 1:
         raise ConfigError(f"--min-p is {options.min_p}, expected 0 to 1")
-    if not options.repetition_penalty > 0:
+    if not options.repetition_penalty > 0:  # it is 0: the flag takes no negative number
         raise ConfigError("--repetition-penalty is 0, expected above 0")
     if "" in options.stop:
         raise ConfigError("--stop is empty; give a text")
+    # With temperature 0, the likeliest token is taken, so these flags have no effect.
     idle = [flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     if idle and not options.temperature:
         verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")

@@ -20,7 +20,8 @@ _MOST_TAGS: Final = 10
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
     """Return metadata for the header of an adapter file: folders, tag counts, buckets, common tags.
 
-    Folders with the same name count as one folder. Entries with empty text are left out.
+    Folders with the same name count as one folder, with the repeats of its first image. Entries
+    with empty text are left out.
 
     Args:
         items: the images that are trained on.
@@ -36,6 +37,7 @@ def described(items: Sequence[Item], separator: str) -> dict[str, str]:
         tags.setdefault(name, Counter()).update(_split(item.picture.caption, separator))
         buckets[(item.fit.bucket.width, item.fit.bucket.height)] += 1
     for facts in folders.values():
+        # Kohya's scripts write whole numbers, so 2.0 becomes 2.
         if float(facts["n_repeats"]).is_integer():
             facts["n_repeats"] = int(facts["n_repeats"])
     bucket_info = {
@@ -58,5 +60,6 @@ def _split(caption: str, separator: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    # `json.dumps` escapes what is not ASCII. So a folder's name may have bytes that are not UTF-8.
+    # `json.dumps` escapes what is not ASCII. So a folder's name may have bytes that are not UTF-8:
+    # Python represents them by surrogates, which could not be encoded without escapes.
     return json.dumps(value)

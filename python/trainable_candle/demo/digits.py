@@ -1,5 +1,8 @@
 """Handwritten digits: the demo trains a LoRA on some of them, and fits its judge to others.
 
+The base is the small model under the LoRA. The judge is a classifier: it says which digit a drawing
+of the model shows.
+
 There are 1797 images of 8x8 pixels. They show the digits 0 to 9, written by 13 people, and are the
 test part of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak,
 1998; CC BY 4.0, see ``assets/digits.LICENSE.txt``). The wheel has a copy, so that the demo runs
@@ -32,8 +35,8 @@ SPLIT_SEED: Final = 0
 UNSEEN: Final = 0
 """The digit that the base in the package was not trained on.
 
-Zero can be judged best: no mixture of other digits has its empty middle, so the base draws no
-accidental zeros, and the judge takes no other drawing for a zero.
+Zero can be judged best: no mixture of other digits has its empty middle, so the base without a LoRA
+draws no accidental zeros, and the judge takes no other drawing for a zero.
 """
 
 

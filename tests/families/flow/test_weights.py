@@ -33,6 +33,7 @@ def test_parts_that_do_not_fit_are_reported_by_loading_and_by_checking(
         shutil.copytree(base, folder)
         path = folder / "transformer" / "config.json"
         content = json.loads(path.read_text())
+        # A transformer predicts as many channels as it reads.
         has_outputs = field == "in_channels" and "out_channels" in content
         outputs = {"out_channels": 2 * content[field]} if has_outputs else {}
         path.write_text(json.dumps(content | outputs | {field: 2 * content[field]}))
@@ -41,7 +42,7 @@ def test_parts_that_do_not_fit_are_reported_by_loading_and_by_checking(
             families.load(name, folder, "f32", "cpu")
         config = TrainConfig(model=name, weights=str(folder))
         with pytest.raises(ConfigError, match=rf"{error} .*but the transformer reads"):
-            families.find(name)(folder, "f32", "cpu", config).task().check(lambda _: None)
+            families.find(name)(folder, "f32", "cpu", config).task().check(lambda _line: None)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,11 @@ def test_a_model_is_shown_by_the_name_of_its_file_folder_or_repository(tmp_path:
         (tmp_path / "z_image.v2.safetensors", "z_image.v2"),
         (tmp_path / "FLUX.1-dev", "FLUX.1-dev"),
         (cached, "FLUX.1-dev"),
+        # Not in a hub cache, where the repository's folder is two levels above.
         (tmp_path / "snapshots" / "mine", "mine"),
     ):
         assert shown_name(path) == expected
+    # Files in the cache are links to blobs, which have hashes as names.
     blob = tmp_path / "models--black-forest-labs--FLUX.1-dev" / "blobs" / "4610115bb0c8"
     for folder in (blob.parent, cached):
         folder.mkdir(parents=True)
@@ -146,10 +149,12 @@ def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
     assert (used.rate, used.max_grad_norm) == (rate, norm)
 
 
-# Flux is left out, because it reads from the transformer's configuration whether it is distilled.
+# Flux is left out, because it reads from the transformer's configuration whether it is distilled,
+# and the folder of this test has no transformer.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
 def test_a_note_warns_if_the_range_of_f16_is_too_small(name: str, tmp_path: Path) -> None:
-    # A distilled model has another note. FLUX.2 reads from this field that it is not distilled.
+    # A distilled model has another note, which would count here. FLUX.2 reads from this field that
+    # it is not distilled.
     (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
     has_notes = {
         dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-//! Arithmetic of a tensor and numbers.
+//! Arithmetic of a tensor and numbers: each function applies to all elements, with the same one or two numbers. A
+//! functor's `impl Unary` is the function; its `impl Binary`, if any, is the gradient of the input `x` for the gradient
+//! `g` of the result.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
@@ -9,6 +11,7 @@ use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor, compute};
 
+/// For all functions that are an [`Affine`]; errors of all of them start with this name.
 static SCALAR: OpInfo = OpInfo::cheap("mul_scalar");
 static POW_SCALAR: OpInfo = OpInfo::cheap("pow_scalar");
 static CLAMP: OpInfo = OpInfo::cheap("clamp");
@@ -39,7 +42,7 @@ impl Unary for Affine {
     }
 }
 
-/// The field is the factor `mul` of [`Affine`].
+/// The backward pass of [`Affine`]. The field is the factor `mul`; the gradient does not depend on `add`.
 struct AffineBackward(f64);
 
 impl Backward for AffineBackward {
@@ -58,7 +61,7 @@ impl Unary for PowScalar {
     const KERNEL: &'static str = "pow_scalar";
 
     fn parameters(&self) -> [f64; 2] {
-        [self.0, 0.0]
+        [self.0, /* not used: */ 0.0]
     }
 
     #[inline(always)]
@@ -71,11 +74,12 @@ impl Binary for PowScalar {
     const KERNEL: &'static str = "pow_scalar_backward";
 
     fn parameters(&self) -> [f64; 2] {
-        [self.0, 0.0]
+        [self.0, /* not used: */ 0.0]
     }
 
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
+        // x^0 is constant. Without this case, x = 0 would give 0 * infinity, which is NaN.
         if self.0 == 0.0 { R::ZERO } else { g * R::from_f64(self.0) * x.powf(R::from_f64(self.0 - 1.0)) }
     }
 }
@@ -84,6 +88,7 @@ impl Pointwise for PowScalar {
     const SAVES_RESULT: bool = false;
 }
 
+/// x, limited to the range from `low` to `high`.
 #[derive(Clone, Copy)]
 struct Clamp {
     low: f64,
@@ -200,7 +205,7 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file.
+/// Registry entries of this file. A case has a label, the shapes of its inputs, and the call to test.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -1,4 +1,5 @@
-//! An adapter that replaces the layer's weight by the merged weight.
+//! An adapter that replaces the layer's weight by the merged weight: the layer's weight, changed as another adapter
+//! changes it.
 
 use trainable_candle_core::{Result, Tensor};
 
@@ -24,7 +25,8 @@ impl Adapter for Merged {
         Some(self.weight.clone())
     }
 
-    /// 0: a merged weight has no factor in front of a change.
+    /// 0, which means that there is no such factor: the merged weight contains the other adapter's change with its
+    /// factor.
     fn scale(&self) -> f64 {
         0.0
     }

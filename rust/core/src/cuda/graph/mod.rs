@@ -192,6 +192,7 @@ impl Captured {
     /// Copy the inputs of a call into the tensors that the function reads.
     fn copy_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
         for (captured, new) in self.inputs.iter().zip(inputs) {
+            // A caller may pass the captured input itself, if the function has stored it somewhere: nothing to copy.
             if captured.elem_count() > 0 && storage_identity(&captured.raw).0 != storage_identity(&new.raw).0 {
                 let moved = Tensor::from_raw(&new.raw).to_device(captured.device())?;
                 transfer(OP, &captured.raw, &moved.raw)?;
@@ -262,7 +263,7 @@ struct Graph {
     _constants: Constants,
     /// Seed and position of the generator at the start of a replay.
     generator: Raw,
-    /// The number of blocks of random numbers by which a call advances the generator.
+    /// By how much a call advances the generator's position, in blocks of random numbers.
     draws: u64,
     _lease: Option<Lease>,
 }
@@ -301,6 +302,7 @@ impl Graph {
         }
         let outputs = outputs?;
         let template = template?;
+        // The difference modulo 2^64; from `FORWARD` on, it means that the function has set the position back.
         let draws = end.offset.wrapping_sub(start.offset);
         if effects.has_seeded || end.seed != start.seed || draws >= FORWARD {
             let message =
@@ -333,16 +335,19 @@ impl Graph {
     fn launch(&self) -> Result<()> {
         let (gpu, stream) = (self.gpu, self.gpu.stream());
         stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        // Maps the memory of graphs again where it was unmapped for eager work.
         // SAFETY: the stream is the device's, and the device is current.
         unsafe { memory::restore_graphs(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
         if self.draws > 0 {
             let State { seed, offset } = rng::advance(self.draws);
             let function = gpu.function(&SET_GENERATOR, &[])?;
             let state = Mut::new(address(OP, &self.generator)?, Element::U64);
+            let one_thread = Shape::linear(OP, /* blocks: */ 1, /* threads: */ 1)?;
             // SAFETY: the kernel writes two 64-bit numbers, and `generator` has two.
-            unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, SetGenerator { state, seed, offset }) }?;
+            unsafe { function.launch(OP, gpu, one_thread, SetGenerator { state, seed, offset }) }?;
         }
         let launch = || {
+            // The work waits for the copies that run on the device's other stream, such as those of streamed weights.
             gpu.meet_copies()?;
             self.executable.launch(gpu)
         };
