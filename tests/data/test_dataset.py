@@ -22,8 +22,10 @@ from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.tasks.latent.data import load_images, read_datasets
 from trainable_candle.train import TrainConfig
 
+# The fixture `pictures` writes noise images `00.png`, `01.png` and so on into a folder below
+# `tmp_path`, one for each size (width, height), with captions that begin with "image 0".
 MakePictures = Callable[..., list[Path]]
-# Sizes (width, height) of images that belong to several buckets.
+# Sizes of images that belong to several buckets.
 MIXED = [(64, 64), (70, 64), (128, 32), (130, 36), (48, 80), (64, 65), (200, 100)]
 
 
@@ -41,6 +43,7 @@ def test_batches_have_one_bucket_and_epochs_have_every_image(
     data = load(tmp_path / "a")
     batches = data.batches(2)
     seen: Counter[int] = Counter()
+    # The batches of epochs 0 and 1.
     for index in range(batches.first_batch(2)):
         batch = batches.batch(index)
         assert len(batch) == 2
@@ -54,6 +57,7 @@ def test_batches_have_one_bucket_and_epochs_have_every_image(
 
 def test_a_resumed_run_sees_the_same_batches(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *MIXED)
+    # With `variants=0`, each use of an image draws a new variant of its caption.
     settings: dict[str, Any] = {
         "crop": "random",
         "flip": True,
@@ -207,6 +211,7 @@ def test_validation_lists_only_the_views_that_it_uses(
     used = {view for batch in data.fixed_batches(2) for view in batch.views}
     assert used == set(data.views())
     assert len(used) == (2 if held_out else 4)
+    # Validation does not change colors, although `color_hue` is set.
     assert {view.colors for view in used} == {None}
 
 
@@ -225,6 +230,7 @@ def test_masks_from_files_are_scaled_cropped_and_mirrored_like_their_images(
     for batch in map(data.batches(1).batch, range(12)):
         masks = data.masks(batch)
         assert masks is not None
+        # A mask has the size of the latents: an eighth of the crop of 64x64 px.
         assert masks.shape == (1, 8, 8)
         expected = np.ones((8, 8))
         # The third image has no mask file. The crop is the middle of the image.

@@ -201,7 +201,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def calls() -> Iterator[tuple[str, Any, str]]:
-    """Yield each callable, between its name and the name of one of its parameters."""
+    """Yield (name of the callable, callable, name of one of its parameters) for all parameters."""
     for name, function in callables():
         for parameter in parameters(function):
             yield name, function, parameter
@@ -222,6 +222,7 @@ def arguments(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[st
     named: dict[str, Any] = {}
     for name, parameter in parameters(function).items():
         if parameter.kind is parameter.VAR_POSITIONAL:
+            # Most parameters of this kind are a shape.
             positional.append(value if name == wrong else valid_value(function, name, (2, 2)))
         elif parameter.kind is parameter.VAR_KEYWORD:
             continue
@@ -253,6 +254,7 @@ def test_a_call_with_a_wrong_argument_gives_a_result_or_a_clear_error(
             except tc.InternalError as error:
                 pytest.fail(f"{name}({parameter}={label}): {error!r}")
             except tc.Error as error:
+                # The message must start with the operation's name, then a colon or a space.
                 if not re.match(r"[\w./-]+[: ]", str(error)):
                     pytest.fail(f"{name}({parameter}={label}): {error!r} starts with no operation")
             except TypeError as error:

@@ -1,7 +1,8 @@
 """Test times predicted for steps if too little memory can be pinned for the streamed weights.
 
 The GPU reads pinned weights directly. A thread of the host first copies other weights into a small
-ring of pinned buffers.
+ring of pinned buffers. Each step copies the streamed weights of blocks twice, in the forward and in
+the backward pass, and modulation weights once.
 """
 
 import json
@@ -45,13 +46,14 @@ WORK = Work(
     can_be_quantized=False,
 )
 STREAMED = WORK.streamed + WORK.modulation
-BUDGET = Budget(24 * GIB, 64 * GIB, GPUS["RTX 4090"])
+BUDGET = Budget(memory=24 * GIB, host=64 * GIB, rates=GPUS["RTX 4090"])
 
 
 def plan_of(work: Work, device: str = "cuda") -> Plan:
     """Return a plan whose run does `work`; what it needs in GPU memory does not matter."""
-    found = Estimate({"training": [Item("", "", 0)]}, True, work, int(STREAMED))
-    return Plan(TrainConfig(device=device, precision="bf16"), found, {})
+    nothing = Item("", "", 0)
+    found = Estimate({"training": [nothing]}, on_gpu=True, work=work, host=int(STREAMED))
+    return Plan(TrainConfig(device=device, precision="bf16"), found, chosen={})
 
 
 def predicted(gpu: str, limit: float, **changes: int | str) -> float:
@@ -70,8 +72,9 @@ def test_without_pinned_memory_the_slower_of_both_copies_sets_the_time(gpu: str)
     rate = min(GPUS[gpu].link, HOST_COPY)
     expected = (2 * WORK.streamed + WORK.modulation) / rate
     assert predicted(gpu, 0) == pytest.approx(expected, rel=1e-3)
+    # If the link is slower than the host's copies, the link sets the rate.
     slow_link = replace(GPUS[gpu], link=0.5 * HOST_COPY)
-    assert with_ring(slow_link, 1.0).streams == pytest.approx(slow_link.link)
+    assert with_ring(slow_link, share=1.0).streams == pytest.approx(slow_link.link)
 
 
 def test_seven_tenths_of_too_little_pinned_memory_hold_streamed_weights() -> None:
@@ -95,7 +98,8 @@ def test_states_can_take_the_pinned_memory_that_streamed_weights_leave() -> None
     work = replace(WORK, states=3 * GIB)
     assert can_pin(work, STREAMED, STREAMED + 3 * GIB, shared=False)
     assert not can_pin(work, STREAMED, STREAMED + 2 * GIB, shared=False)
-    # If the streamed weights do not fit, they leave three tenths of the pinned memory to states.
+    # If the streamed weights do not fit, they leave three tenths of the pinned memory to states:
+    # 3.3 of 11 GiB, or 2.7 of 9 GiB.
     assert can_pin(work, STREAMED, 11 * GIB, shared=False)
     assert not can_pin(work, STREAMED, 9 * GIB, shared=False)
     # Shared weights that do not fit are not pinned at all, and leave all of it.
@@ -114,7 +118,7 @@ def test_the_environment_variable_limits_pinned_memory_if_it_is_an_integer(
 
 
 class Group:
-    """A group of this process and others; each of `counts` is what another process could pin."""
+    """A group of this process and others; each of `counts` is the bytes another one could pin."""
 
     def __init__(self, *counts: int) -> None:
         self._messages = [json.dumps(count).encode() for count in counts]
@@ -126,9 +130,11 @@ class Group:
 @pytest.mark.parametrize(
     ("here", "others", "expected"),
     [
+        # Bytes that this process could pin, those of the other processes, and those in the budget.
         (GIB - 5, (), GIB - 5),
         # The process with the least pinned memory decides for all processes of the run.
         (64 * GIB, (3 * GIB, 20 * GIB), 3 * GIB),
+        # The budget keeps no limit.
         (64 * GIB, (64 * GIB,), math.inf),
     ],
 )
@@ -160,9 +166,11 @@ def test_a_probe_limits_the_budget_to_what_the_system_pins_in_every_process(
 @pytest.mark.parametrize(
     ("work", "changes", "device"),
     [
+        # A plan is probed only if it needs at least `PROBED` bytes, half a GiB.
         (replace(WORK, streamed=0.2 * GIB, modulation=0.2 * GIB), {}, "cuda"),
         # Each of the processes that share the weights pins its part of them for the probe.
         (replace(WORK, streamed=3 * GIB, modulation=0), {"sharing": 8}, "cuda"),
+        # The weights are in slices on the GPUs, or pinned memory is limited, or there is no GPU.
         (WORK, {"peers": "nvlink"}, "cuda"),
         (WORK, {"pinned": PROBED - 1.0}, "cuda"),
         (WORK, {}, "cpu"),
@@ -173,8 +181,8 @@ def test_small_or_no_needs_are_not_probed(
 ) -> None:
     # A probe would call None, which is an error.
     monkeypatch.setattr(_core, "cuda_pinnable_bytes", None)
-    before = replace(BUDGET, **changes)
-    assert probed(before, plan_of(work, device), Group(), print) is before  # type: ignore[arg-type]
+    budget = replace(BUDGET, **changes)
+    assert probed(budget, plan_of(work, device), Group(), print) is budget  # type: ignore[arg-type]
 
 
 def test_a_probe_asks_for_states_and_for_offloaded_inputs_too(

@@ -1,9 +1,11 @@
 // Attention of many queries to few keys, such as those of a text, with the matrix instructions and the copy engine of compute
-// capability 9.0. One tile has all keys of a head, so a softmax is never corrected later. The backward pass reads the queries and the
+// capability 9.0. One tile has all keys of a head, so the maximum and the sum of each softmax are known at once, and no later tile of keys
+// changes them. The backward pass reads the queries and the
 // gradients of the result once: it computes the gradients of queries, keys and values together. With the attention weights P and their
 // gradients dP, it computes delta = rowsum(do ∘ o) as the sum of P ∘ dP over the keys, without o.
 //
-// A block has two groups of four warps. Each group takes 64 of the 128 queries of a step. Blocks take equal parts of one sequence, which
+// A block has two groups of four warps that compute, and a third one of which one thread starts the copies. Each of the two takes 64 of the
+// 128 queries of a step. Blocks take equal parts of one sequence, which
 // has the steps of all heads in order. After the backward pass, a later kernel adds the dk and dv of the blocks that share a head.
 #pragma once
 
@@ -19,6 +21,7 @@ struct AttentionFewKeysMaps {
 };
 
 // What both passes have in common. A stage has a tile of q and, if `INPUTS` is 2 (the backward pass), a tile of d_o for the same queries.
+// The heads have the width D.
 template <int INPUTS, int STAGES> struct FewKeys {
     static constexpr int STAGE_COUNT = STAGES, D = 64, GROUPS = 2, ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int KEY_BYTES = tile_bytes<D>(FEW_KEYS), ROWS_BYTES = tile_bytes<D>(ROWS), STAGE_BYTES = INPUTS * ROWS_BYTES;
@@ -28,8 +31,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
     // Their FEW_KEYS columns take two panels of 64 columns.
     static constexpr int RESULT_BYTES = tile_bytes<D>(64), SCORE_BYTES = tile_bytes<128>(64);
     static constexpr int OWN_BYTES = RESULT_BYTES + (INPUTS > 1 ? 2 * SCORE_BYTES : 0);
-    // Barriers of the two pairs of tiles of keys and values, and of the stages. FULL: the data has arrived; EMPTY: the memory may be
-    // overwritten.
+    // Offsets of the barriers of the two pairs of tiles of keys and values, and of the stages; a barrier has 8 bytes. FULL: the data has
+    // arrived; EMPTY: the memory may be overwritten.
     static constexpr int KEYS_FULL = OWN + GROUPS * OWN_BYTES, KEYS_EMPTY = KEYS_FULL + 2 * 8, FULL = KEYS_EMPTY + 2 * 8,
                          EMPTY = FULL + STAGES * 8, SHARED = EMPTY + STAGES * 8;
     // Named barriers: one for both groups together, and the first of those for a group alone.
@@ -38,9 +41,12 @@ template <int INPUTS, int STAGES> struct FewKeys {
     const AttentionFewKeysMaps &maps;
     const AttentionShape &shape;
     const Schedule &schedule;
-    uint32_t shared;
+    uint32_t shared; // the address of the block's shared memory
 
-    __device__ __forceinline__ Task head(const Span &span) const { return Task(span.item, 1, shape.heads); }
+    // The task of a span. An item of the schedule is a whole head, which counts here as one tile.
+    __device__ __forceinline__ Task head(const Span &span) const { return Task(span.item, /*tiles=*/1, shape.heads); }
+
+    // A FULL barrier waits for one arrival, that of the copying thread, and for the bytes; an EMPTY barrier for one arrival of each group.
 
     __device__ __forceinline__ void init() const {
         if (threadIdx.x == 0) {
@@ -51,6 +57,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
         __syncthreads();
     }
 
+    // Starts all copies of the block's work, in the order in which the groups read the tiles.
     __device__ __forceinline__ void copy() const {
         ScheduleWalk walk(schedule);
         Span span;
@@ -61,8 +68,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
             const uint32_t keys_full = shared + KEYS_FULL + keys.stage * 8, to = shared + KEYS + keys.stage * 2 * KEY_BYTES;
             barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
             barrier_expect(keys_full, 2 * KEY_BYTES);
-            fetch_rows<D, FEW_KEYS, FEW_KEYS>(to, maps.k, keys_full, 0, task);
-            fetch_rows<D, FEW_KEYS, FEW_KEYS>(to + KEY_BYTES, maps.v, keys_full, 0, task);
+            fetch_rows<D, FEW_KEYS, FEW_KEYS>(to, maps.k, keys_full, /*row=*/0, task);
+            fetch_rows<D, FEW_KEYS, FEW_KEYS>(to + KEY_BYTES, maps.v, keys_full, /*row=*/0, task);
             keys.advance();
             for (uint32_t step = span.begin; step < span.end; step++, queries.advance()) {
                 const uint32_t full = shared + FULL + queries.stage * 8, stage = shared + QUERIES + queries.stage * STAGE_BYTES;
@@ -79,8 +86,9 @@ template <int INPUTS, int STAGES> struct FewKeys {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Writes `result`, the rows for the 64 queries of a head from `first` on, to `matrix`. The rows pass through `staged`, a tile of the
-    // group, of which each warp uses its own rows.
+    // Writes `result`, the rows for the 64 queries of a head from query `first` on, to `matrix`, whose rows are `stride` elements apart.
+    // The rows pass through shared memory, so that each thread can write 16 consecutive bytes. `staged` is the address of a tile of the
+    // group. Each warp uses 16 rows of this tile, so it need not wait for the other warps.
     template <typename T>
     __device__ __forceinline__ void store(T *matrix, uint64_t stride, uint32_t first, const float (&result)[D / 2], uint32_t staged) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, chunk = lane % 8;
@@ -102,7 +110,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
         __syncwarp();
     }
 
-    // Sets the scores (or weights) of columns beyond the last key to `value`.
+    // Sets the scores (or weights) of columns beyond the last key to `value`. `scores[4 * n + i]` of a thread is in the column
+    // 8 * n + 2 * (lane % 4) + i % 2, and in the first (i / 2 == 0) or the second of the thread's two rows.
     __device__ __forceinline__ void set_beyond_keys(float (&scores)[FEW_KEYS / 2], float value) const {
 #pragma unroll
         for (int n = 0; n < FEW_KEYS / 8; n++) {
@@ -126,7 +135,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
     }
 };
 
-// The sum and the maximum of the values of the four threads that share a row.
+// The sum and the maximum of `x` over the four threads that share a row. Each thread has a quarter of the columns of two rows.
 __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
@@ -136,7 +145,8 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-// The forward pass, with six stages.
+// The forward pass, with six stages. Writes the result to `o`, and the logarithm of each query's sum of exponentials to
+// `log_sums (batch, heads, queries)`.
 template <typename T> struct FewKeysForward : FewKeys<1, 6> {
     __device__ __forceinline__ void work(T *o, const Strides &o_strides, float *log_sums) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
@@ -154,9 +164,11 @@ template <typename T> struct FewKeysForward : FewKeys<1, 6> {
             for (uint32_t step = span.begin; step < span.end; step++) {
                 const uint32_t first = step * ROWS + group * 64, row = first + warp * 16 + lane / 4;
                 float weights[FEW_KEYS / 2], result[D / 2] = {}, base[2], sum[2] = {};
+                // `weights` are first the scores q kᵀ, then the exponentials. `base` and `sum` are for the two rows of this thread: the
+                // largest score times `scale`, which is subtracted from the exponents, and the sum of the exponentials.
                 barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
                 begin_products();
-                // The group's 64 rows of the tile of queries are as long as a tile of its results.
+                // The group's 64 rows of the tile of queries take RESULT_BYTES, as a tile of its results does.
                 multiply_rows<T, D, ROWS, FEW_KEYS>(weights, shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, k);
                 end_products();
                 wait_for_products<0>();
@@ -187,7 +199,7 @@ template <typename T> struct FewKeysForward : FewKeys<1, 6> {
                     sum[r] = row_sum(sum[r]);
                     if (lane % 4 == 0 && row + 8 * r < shape.queries)
                         log_sums[uint64_t(task.index) * shape.queries + row + 8 * r] = base[r] * LN_2 + logf(sum[r]);
-                    sum[r] = 1.0f / sum[r];
+                    sum[r] = 1.0f / sum[r]; // from here on the reciprocal, which multiplies the result
                 }
                 wait_for_products<0>();
                 products_are_ready(result);

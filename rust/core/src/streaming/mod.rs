@@ -175,7 +175,7 @@ impl Streamed {
     }
 
     /// Moves the weight to `ring`.
-    fn place(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
+    fn move_to_ring(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
         *self.0.state.write().unwrap_or_else(PoisonError::into_inner) =
             State::Placed { ring: ring.clone(), unit, view };
     }
@@ -267,8 +267,8 @@ mod tests {
         let (joined, members) = Streamed::join(&parts.iter().collect::<Vec<_>>()).unwrap().unwrap();
         drop(parts);
         let ring = Ring::new(&Device::Cpu, &[unit], None).unwrap();
-        assert_eq!(ring.host_bytes(), 3 * SIDE * SIDE * 4);
-        assert_eq!(ring.slot_bytes(), ring.host_bytes());
+        assert_eq!(ring.unit_bytes(), 3 * SIDE * SIDE * 4);
+        assert_eq!(ring.slot_bytes(), ring.unit_bytes());
         ring.enter(0).unwrap();
         let all = values(&joined.values(DType::F32).unwrap());
         for (index, member) in members.iter().enumerate() {
@@ -339,7 +339,7 @@ mod tests {
                 assert_eq!(run(codes), values(&linear(&x, &expected, None).unwrap()));
             }
             assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
-            ring.host_bytes()
+            ring.unit_bytes()
         });
         // All processes report the same number of bytes, which is below the bytes of three plain weights per unit:
         // joined weights are stored once, and the third weight is quantized.

@@ -57,7 +57,7 @@ impl Packing {
             if hollow.is_none() && !raw.is_contiguous() {
                 return Err(Error::argument(OP, "found a weight that is not contiguous"));
             }
-            if packing.place(&raw).is_none() {
+            if packing.offset_of(&raw).is_none() {
                 let offset = packing.count(raw.dtype());
                 let (storage, start) = packing.origin(&raw);
                 packing.parts.push(Part { storage, start, raw, offset });
@@ -67,7 +67,7 @@ impl Packing {
     }
 
     /// The offset of `raw` among the packed elements of its dtype; `None` if `raw` is not in the packing.
-    pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
+    pub(super) fn offset_of(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = self.origin(raw);
         let contains = |part: &&Part| {
             part.storage == storage

@@ -25,7 +25,7 @@ pub struct Ring {
     copier: Option<Copier>,
     /// For each slot, one tensor for each dtype, large enough for each unit that is copied to the slot.
     slots: [Vec<Raw>; SLOTS],
-    /// The bytes of each unit outside of the slots; empty while [`Ring::new`] runs.
+    /// The values of each unit, in the memory where the ring keeps them; empty while [`Ring::new`] runs.
     units: Vec<OnceLock<Arc<Held>>>,
     state: Mutex<State>,
 }
@@ -64,11 +64,11 @@ impl Ring {
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units do not fit where they are kept;
     /// [`Error::Argument`] if another process has other weights or has failed.
     pub fn new(device: &Device, units: &[Unit], sharing: Option<&Sharing>) -> Result<Arc<Self>> {
-        let gathered: Vec<Vec<Streamed>> = units.iter().map(Unit::weights).collect();
+        let unit_weights: Vec<Vec<Streamed>> = units.iter().map(Unit::weights).collect();
         // For each slot and each dtype, the number of elements of the largest unit of the slot.
         let mut slot_sizes: [Vec<(DType, usize)>; SLOTS] = Default::default();
         let mut descriptions = Vec::with_capacity(units.len());
-        for (index, (weights, unit)) in gathered.iter().zip(units).enumerate() {
+        for (index, (weights, unit)) in unit_weights.iter().zip(units).enumerate() {
             let (packing, sizes) = (unit.packing(weights)?, &mut slot_sizes[index % SLOTS]);
             descriptions.push(description(&packing, unit));
             for dtype in packing.dtypes() {
@@ -89,18 +89,18 @@ impl Ring {
         if let Some(sharing) = sharing {
             sharing.agree(&descriptions)?;
             match sharing.origin() {
-                Origin::Host => ring.share(units, gathered, sharing)?,
-                Origin::Peers => ring.slice(units, gathered, sharing, device)?,
+                Origin::Host => ring.share(units, unit_weights, sharing)?,
+                Origin::Peers => ring.slice(units, unit_weights, sharing, device)?,
             }
             return Ok(ring);
         }
-        // `place` frees the original weights of a unit before the next unit is moved.
+        // `replace_by_views` frees the original weights of a unit before the next unit is moved.
         let mut held_units = Vec::with_capacity(units.len());
-        for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+        for (index, (weights, unit)) in unit_weights.into_iter().zip(units).enumerate() {
             let packing = unit.packing(&weights)?;
             let held = ring.hold(&packing, &mut held_units)?;
             held_units.push(held);
-            ring.place(index, &weights, &packing)?;
+            ring.replace_by_views(index, &weights, &packing)?;
         }
         for (unit, held) in ring.units.iter().zip(held_units) {
             // `set` succeeds: each unit is set only once, here or in `share` or `slice`.
@@ -116,24 +116,25 @@ impl Ring {
         let outcome = Held::new(packing, self.copier.as_ref());
         let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&outcome, &self.copier) else { return outcome };
         if copier.is_staging() {
-            // The copier allocates pageable memory already.
+            // The copier allocates pageable memory already, so there is not even enough of that.
             return outcome;
         }
         // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of
         // batches.
         let pinned = held.len() * 7 / 10;
         held[pinned..].iter_mut().for_each(|held| held.unpin(copier));
+        // From now on, the copier allocates pageable memory, and its thread copies from there.
         copier.start_staging()?;
         Held::new(packing, Some(copier))
     }
 
     /// Keep all units in host memory that the processes of the machine share. One process copies its weights to this
     /// memory; the others use these copies.
-    fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
+    fn share(self: &Arc<Self>, units: &[Unit], unit_weights: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
         // For each unit and each dtype, the unit's range of bytes in the shared memory.
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
         let mut end = 0;
-        for (weights, unit) in gathered.iter().zip(units) {
+        for (weights, unit) in unit_weights.iter().zip(units) {
             let packing = unit.packing(weights)?;
             let range = |dtype: DType| {
                 let start = end;
@@ -143,7 +144,7 @@ impl Ring {
             ranges.push(packing.dtypes().into_iter().map(range).collect());
         }
         let fill = |mut pages: Option<&mut Pages>| {
-            for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+            for (index, (weights, unit)) in unit_weights.into_iter().zip(units).enumerate() {
                 let packing = unit.packing(&weights)?;
                 for (dtype, range) in &ranges[index] {
                     let Some(pages) = &mut pages else { continue };
@@ -152,7 +153,7 @@ impl Ring {
                         with_bytes(raw, |bytes| pages.write(start, bytes))??;
                     }
                 }
-                self.place(index, &weights, &packing)?;
+                self.replace_by_views(index, &weights, &packing)?;
             }
             Ok(())
         };
@@ -173,29 +174,31 @@ impl Ring {
         sharing.pages(end, fill, attach)
     }
 
-    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has
-    /// loaded the values of unit i, and writes all slices of this unit.
+    /// Divide every unit into slices, one on the device of each of the machine's N processes. The slices of all units
+    /// on one device are a shard. Process i mod N has loaded the values of the unit with the number i
+    /// ([`Unit::new`]), and writes all slices of this unit.
     fn slice(
         self: &Arc<Self>,
         units: &[Unit],
-        gathered: Vec<Vec<Streamed>>,
+        unit_weights: Vec<Vec<Streamed>>,
         sharing: &Sharing,
         device: &Device,
     ) -> Result<()> {
-        // For each unit and each dtype, the place of the unit's bytes in the shards.
+        // For each unit and each dtype, where the unit's slices are in the shards.
         let mut places: Vec<Vec<(DType, Place)>> = Vec::with_capacity(units.len());
+        // The bytes of a shard that are taken so far; all shards have the same layout.
         let mut end = 0;
-        for (weights, unit) in gathered.iter().zip(units) {
+        for (weights, unit) in unit_weights.iter().zip(units) {
             let packing = unit.packing(weights)?;
-            let place = |dtype: DType| {
+            let next_place = |dtype: DType| {
                 let place = Place::new(end, packing.count(dtype) * dtype.size_in_bytes(), sharing.processes());
                 end = place.end();
                 (dtype, place)
             };
-            places.push(packing.dtypes().into_iter().map(place).collect());
+            places.push(packing.dtypes().into_iter().map(next_place).collect());
         }
         let fill = |shards: &mut Shards| {
-            for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+            for (index, (weights, unit)) in unit_weights.into_iter().zip(units).enumerate() {
                 let packing = unit.packing(&weights)?;
                 let has_values = sharing.keeps(unit.number());
                 for (dtype, place) in places[index].iter().filter(|_| has_values) {
@@ -204,7 +207,7 @@ impl Ring {
                         with_bytes(raw, |bytes| shards.write(*place, start, bytes))??;
                     }
                 }
-                self.place(index, &weights, &packing)?;
+                self.replace_by_views(index, &weights, &packing)?;
             }
             Ok(())
         };
@@ -217,20 +220,22 @@ impl Ring {
     }
 
     /// Replace the weights of a unit by views of the unit's slot, and drop the original weights.
-    fn place(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
+    fn replace_by_views(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
         let slot = &self.slots[unit % SLOTS];
         let mut views = Vec::with_capacity(weights.len());
         for weight in weights {
+            // `gathered` is the weight on the CPU. `map` applies the closure to each of its tensors: to its values or,
+            // if it is quantized, to its codes and scales.
             views.push(weight.gathered()?.map(|raw| {
                 let part = slot.iter().find(|part| part.dtype() == raw.dtype());
-                let (Some(offset), Some(part)) = (packing.place(raw), part) else {
+                let (Some(offset), Some(part)) = (packing.offset_of(raw), part) else {
                     return Err(Error::argument(OP, "a streamed weight was replaced before the model was complete"));
                 };
                 Ok(part.narrow(0, offset, raw.elem_count())?.reshape(raw.shape())?)
             })?);
         }
         for (weight, view) in weights.iter().zip(views) {
-            weight.place(self, unit, view);
+            weight.move_to_ring(self, unit, view);
         }
         Ok(())
     }
@@ -303,8 +308,8 @@ impl Ring {
         self.state().current == Some(unit)
     }
 
-    /// The values that `view`, a view of a tensor of a slot, has while `unit` is in the slot. They are copied to the
-    /// CPU from where the ring keeps the unit; the slot is not read.
+    /// The values that `view`, a weight's view of its slot, has while `unit` is in the slot. They are copied to the CPU
+    /// from the memory where the ring keeps the unit, so the slot need not have the unit now.
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else {
@@ -320,7 +325,7 @@ impl Ring {
 
     /// Bytes of all units outside of the slots: in the memory of the host, or in the slices on all devices of the
     /// machine.
-    pub fn host_bytes(&self) -> usize {
+    pub fn unit_bytes(&self) -> usize {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
 

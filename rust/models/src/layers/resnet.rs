@@ -16,7 +16,7 @@ pub(crate) fn conv3x3(
     weights: &mut Weights<'_>,
 ) -> Result<Conv2d<Tensor>> {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
-    weights.conv2d(name, channels, out_channels, [3, 3], options, true)
+    weights.conv2d(name, channels, out_channels, [3, 3], options, /* bias: */ true)
 }
 
 /// A 1×1 convolution with a bias.
@@ -26,7 +26,7 @@ pub(crate) fn conv1x1(
     out_channels: usize,
     weights: &mut Weights<'_>,
 ) -> Result<Conv2d<Tensor>> {
-    weights.conv2d(name, channels, out_channels, [1, 1], Conv2dOptions::default(), true)
+    weights.conv2d(name, channels, out_channels, [1, 1], Conv2dOptions::default(), /* bias: */ true)
 }
 
 /// The sizes of a [`ResnetBlock`].
@@ -107,18 +107,20 @@ impl ResnetBlock {
         self.conv1.weight.dims()[0]
     }
 
-    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels. `own` is the number of input channels
-    /// that no other block keeps; None means all channels. The number is smaller if the input is concatenated from
-    /// several feature maps.
-    pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
+    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels. `own_channels` is the number of input
+    /// channels that only this block needs; None means all channels. The number is smaller in an up block of a U-Net:
+    /// its input is concatenated with a result of a down block, which the tape keeps anyway.
+    pub fn saved(&self, area: usize, own_channels: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
+        // Layers are counted with (number of their input values, number of pixels).
         let inputs = area * channels;
         let recomputed_with_previous = false;
-        saved.block(area * own.unwrap_or(channels), recomputed_with_previous, |saved| {
+        saved.block(area * own_channels.unwrap_or(channels), recomputed_with_previous, |saved| {
             // The input of the first norm.
             saved.keep(inputs);
             saved.cheap_conv(&self.conv1, (inputs, area));
             if let Some(project) = &self.time_emb_proj {
+                // One vector instead of pixels.
                 saved.linear(project, (project.weight.dims()[1], 1));
             }
             // The input of the second norm.
@@ -176,7 +178,8 @@ impl Downsample {
     pub fn named(name: &'static str, channels: usize, asymmetric: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let padding = if asymmetric { [0, 0] } else { [1, 1] };
         let options = Conv2dOptions { stride: [2, 2], padding, ..Conv2dOptions::default() };
-        Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
+        let conv = weights.conv2d(name, channels, channels, [3, 3], options, /* bias: */ true)?;
+        Ok(Self { conv, name, asymmetric })
     }
 
     /// Returns the smaller feature map: `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if
@@ -204,6 +207,7 @@ impl Downsample {
     /// Adds to `saved` what the tape keeps for an input of `area` pixels and a result of `smaller_area` pixels.
     pub fn saved(&self, area: usize, smaller_area: usize, saved: &mut Saved) {
         let &[_, _, _, channels] = self.conv.weight.dims() else { return };
+        // `outside`: the convolution is in no checkpoint.
         saved.outside(|saved| saved.conv(&self.conv, (area * channels, smaller_area)));
     }
 }
@@ -254,6 +258,7 @@ impl Upsample {
     /// Adds to `saved` what the tape keeps for a feature map that is enlarged to `larger_area` pixels.
     pub fn saved(&self, larger_area: usize, saved: &mut Saved) {
         let &[_, _, _, channels] = self.conv.weight.dims() else { return };
+        // `outside`: the convolution is in no checkpoint.
         saved.outside(|saved| saved.conv(&self.conv, (larger_area * channels, larger_area)));
     }
 }

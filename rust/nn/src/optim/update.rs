@@ -38,7 +38,8 @@ impl<C> Item<'_, C> {
     }
 }
 
-/// Variables whose values share one storage and whose gradients share another storage.
+/// Variables whose values share one storage and whose gradients share another storage. They are updated together,
+/// because candle locks whole storages.
 struct Bucket<'a, C> {
     items: Vec<Item<'a, C>>,
     /// The result of the update; an error of a pool thread reaches the caller here.
@@ -91,10 +92,11 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -
     };
     let (mut small, large): (Vec<_>, Vec<_>) = buckets.into_iter().partition(is_small);
     for bucket in large {
-        run_bucket::<R>(bucket.items, seed, true)?;
+        run_bucket::<R>(bucket.items, seed, /* parallel: */ true)?;
     }
+    // Each chunk is one bucket.
     par_chunks_mut(&mut small, 1, |_, bucket| {
-        bucket[0].result = run_bucket::<R>(std::mem::take(&mut bucket[0].items), seed, false);
+        bucket[0].result = run_bucket::<R>(std::mem::take(&mut bucket[0].items), seed, /* parallel: */ false);
     });
     small.into_iter().try_for_each(|bucket| bucket.result)
 }
@@ -110,12 +112,13 @@ fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: Option<u64>, p
         (DType::F16, ..) => run_mastered::<R, f16>(items, parallel),
         (DType::BF16, _, None) => run_mastered::<R, bf16>(items, parallel),
         (DType::BF16, _, Some(seed)) => run_rounded::<R>(items, seed, parallel),
-        // `with_groups` has rejected all other dtypes with this error.
+        // `Stepper::with_groups`, which takes the variables, has rejected all other dtypes with this error.
         _ => check_var::<R>(&first.parameter.var),
     }
 }
 
-/// Updates f32 or f64 variables; the update computes in their dtype `T`.
+/// Updates f32 or f64 variables; the update computes in their dtype `T`. As in the functions below, the number of steps
+/// increases only if the rule `COUNTS` its step: not if the rule is the second half of a step of two rules.
 fn run_direct<R: Rule, T: Number + Real>(
     mut items: Vec<Item<'_, R::Config>>,
     update: Update<R::Config, T>,
@@ -167,6 +170,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     with_storages::<_, D>(R::NAME, &mut items, |parts, items| {
         let work = items.iter_mut().zip(parts).map(|(item, (stored, grad))| {
             let Parameter { states, step, master, var, sums, .. } = &mut *item.parameter;
+            // There are no master values yet, or something else has changed the variable since the last step.
             if master.as_ref().is_none_or(|master| master.version != var.version()) {
                 let mut values = vec![0.0; stored.len()];
                 widen(stored, &mut values);
@@ -187,6 +191,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
             narrow(work.param, work.stored);
         });
     })?;
+    // This step has changed the variables, and the master values agree with them.
     for item in items {
         if let Some(master) = &mut item.parameter.master {
             master.version = item.parameter.var.version();
@@ -244,8 +249,8 @@ fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel
     })
 }
 
-/// Consecutive elements of one variable, and what their update needs. The update changes values of type `T`; the
-/// gradient has the variable's type `D`.
+/// Consecutive elements of one variable, at first all of them, and what their update needs. The update changes values
+/// of type `T`; the gradient has the variable's type `D`.
 struct Work<'a, C, T, D> {
     config: &'a C,
     step: u64,
@@ -286,6 +291,7 @@ fn for_each_piece<C: Sync, T: Elem, D: Elem>(
         pieces.push(Some(rest));
     }
     if parallel {
+        // Each chunk is one piece. `take`, because `run` consumes the piece.
         par_chunks_mut(&mut pieces, 1, |_, piece| piece[0].take().map_or((), &run));
     } else {
         pieces.into_iter().flatten().for_each(run);

@@ -62,6 +62,7 @@ impl ChromaTransformer {
         let forward = |timestep: &_| {
             self.0.forward(x, ChromaConditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, lengths })
         };
+        // Without the GIL; `in_f32` makes a tensor of `timestep` if it is a number.
         detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
     }
 }

@@ -72,6 +72,7 @@ impl FluxTransformer {
             };
             self.0.forward(x, conditions)
         };
+        // Without the GIL; `in_f32` makes a tensor of an argument that is a number.
         detached(py, || {
             timestep.in_f32(x.device(), |timestep| match guidance {
                 Some(guidance) => guidance.in_f32(x.device(), |guidance| forward(timestep, Some(guidance))),

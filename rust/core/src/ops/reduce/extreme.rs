@@ -40,8 +40,8 @@ impl Binary for Equal {
     }
 }
 
-/// a b / c: the part of the gradient b of a result that an element gets. a is 1 if the element is equal to the result,
-/// else 0; c is the number of elements that are equal to the result.
+/// The part of the gradient of a result that an element gets. `is_equal` is 1 if the element is equal to the result,
+/// else 0; `count` is the number of elements that are equal to the result.
 #[derive(Clone, Copy)]
 struct Share;
 
@@ -49,8 +49,8 @@ impl Ternary for Share {
     const KERNEL: &'static str = "share";
 
     #[inline(always)]
-    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
-        a * b / c
+    fn apply<R: Real>(&self, is_equal: R, grad: R, count: R) -> R {
+        is_equal * grad / count
     }
 }
 
@@ -64,7 +64,7 @@ struct SharedBackward {
 impl Backward for SharedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let mask = compute::binary(&self.x.get()?, &self.reduction.spread(&self.result.get()?)?, Equal)?;
-        let count = compute::sum(&mask, &self.reduction.dims, true)?;
+        let count = compute::sum(&mask, &self.reduction.dims, /* keepdim: */ true)?;
         let grad = compute::ternary(&mask, &self.reduction.spread(context.grad())?, &count, Share)?;
         context.add(0, grad)
     }
@@ -121,12 +121,15 @@ impl Tensor {
                 op,
                 &[self],
                 || {
-                    // Indices and values have size 1 along `dim`.
+                    // `picked` (the indices) and `values` have size 1 along `dim`. The smallest element is where the
+                    // negated tensor has its largest.
                     let picked = match extreme {
-                        Extreme::Max => compute::argmax(&self.raw, dim, true)?,
-                        Extreme::Min => compute::argmax(&compute::unary(&self.raw, Scale(-1.0))?, dim, true)?,
+                        Extreme::Max => compute::argmax(&self.raw, dim, /* keepdim: */ true)?,
+                        Extreme::Min => {
+                            compute::argmax(&compute::unary(&self.raw, Scale(-1.0))?, dim, /* keepdim: */ true)?
+                        }
                     };
-                    let values = gather_raw(op.name, &self.raw, &picked, dim, 1)?;
+                    let values = gather_raw(op.name, &self.raw, &picked, dim, /* count: */ 1)?;
                     Ok((squeezed_unless(keepdim, values, dim)?, [picked].into_iter().collect()))
                 },
                 |saver, _, aux| PickedBackward { op, reduction: reduction.clone(), picked: saver.save_raw(&aux[0]) },
@@ -152,13 +155,14 @@ impl Tensor {
         )
     }
 
+    /// The extreme over all dimensions; equal elements share the gradient, even if there is only one dimension.
     fn extreme_all(&self, extreme: Extreme) -> Result<Self> {
         let reduction = Reduction::of(extreme.info().name, self, &self.all_dims())?;
         check_not_empty(extreme.info().name, &reduction)?;
         if !is_float(self.dtype()) {
-            return self.integer_extreme(extreme, &reduction.dims, false);
+            return self.integer_extreme(extreme, &reduction.dims, /* keepdim: */ false);
         }
-        self.shared_extreme(extreme, reduction, false)
+        self.shared_extreme(extreme, reduction, /* keepdim: */ false)
     }
 
     fn integer_extreme(&self, extreme: Extreme, dims: &[usize], keepdim: bool) -> Result<Self> {
@@ -210,6 +214,7 @@ impl Tensor {
     /// As [`max`](Self::max), and [`Error::DType`] if the tensor is not floating point.
     pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
         check_not_empty(ARGMAX, &Reduction::of_floats(ARGMAX, self, &[dim])?)?;
+        // A checkpoint that recomputes this call must find the same values in `self`.
         checkpoint::reads(&[self]);
         Ok(Self::constant(compute::argmax(&self.raw, dim, keepdim)?))
     }

@@ -1,4 +1,7 @@
-//! [`Lanes`] of AVX2 with FMA: 8 values.
+//! [`Lanes`] of AVX2 with FMA: operations on registers of 8 values, for optimizers with 8-bit states. With those of
+//! [`Registers`], [`codes::encode`] turns values into the 8-bit codes of the states. It numbers the magnitudes that
+//! codes represent, from 0 for zero, and finds the number of the magnitude nearest to a value's; this number and the
+//! value's sign give the code.
 
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
@@ -106,6 +109,7 @@ impl Lanes for Avx2 {
         intrinsics!(_mm256_max_ps(a, b))
     }
 
+    /// Compares the bits as signed integers, in which a NaN without a sign is larger than all numbers.
     #[inline(always)]
     fn max_bits(self, a: __m256, b: __m256) -> __m256 {
         intrinsics!(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
@@ -126,11 +130,13 @@ impl Lanes for Avx2 {
         intrinsics!(_mm256_blendv_ps(b, a, mask))
     }
 
+    /// `x` where `mask` is true, otherwise 0.
     #[inline(always)]
     fn or_zero(self, mask: __m256, x: __m256) -> __m256 {
         intrinsics!(_mm256_and_ps(x, mask))
     }
 
+    /// The values are at least 0.
     #[inline(always)]
     fn largest(self, x: __m256) -> f32 {
         let mut values = [0.0; WIDTH];
@@ -141,6 +147,7 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn decode(self, _: &Codebook, _: &[u8]) {}
 
+    /// The values of codes `index * WIDTH` to `index * WIDTH + 7`.
     #[inline(always)]
     fn part(self, codebook: &Codebook, (): (), codes: &[u8], index: usize) -> __m256 {
         let codes = &codes[index * WIDTH..][..WIDTH];
@@ -158,6 +165,7 @@ impl Lanes for Avx2 {
 impl Registers for Avx2 {
     type Bits = __m256i;
 
+    /// The values are magnitudes, which are in the order of their bits as integers.
     #[inline(always)]
     fn min(self, a: __m256, b: __m256) -> __m256 {
         intrinsics!(_mm256_castsi256_ps(_mm256_min_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
@@ -168,8 +176,10 @@ impl Registers for Avx2 {
         intrinsics!(_mm256_castps_si256(x))
     }
 
+    /// (Upper 16 bits of each value, as an integer) · `factor` / 2^16.
     #[inline(always)]
     fn upper_times(self, x: __m256i, factor: u16) -> __m256i {
+        // The product of the upper halves is in the upper half of each element, the shift moves it to the lower half.
         let factor = intrinsics!(_mm256_set1_epi16(factor.cast_signed()));
         intrinsics!(_mm256_srli_epi32::<16>(_mm256_mulhi_epu16(x, factor)))
     }
@@ -179,17 +189,21 @@ impl Registers for Avx2 {
         intrinsics!(_mm256_add_epi32(x, x))
     }
 
+    /// The value of `table` at each index; the instruction reads only the lowest three bits of an index.
     #[inline(always)]
     fn pick(self, table: __m256, index: __m256i) -> __m256 {
         intrinsics!(_mm256_permutevar8x32_ps(table, index))
     }
 
+    /// `index`, plus one where the magnitude `a` is greater than `b`.
     #[inline(always)]
     fn count_above(self, index: __m256i, a: __m256, b: __m256) -> __m256i {
         // A comparison gives -1 where it is true.
         intrinsics!(_mm256_sub_epi32(index, _mm256_cmpgt_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
+    /// Whether the lower 16 bits of any element, the fraction of a number, are below `limit`. The upper 16 bits are
+    /// not below it in any element, so the comparison of all 16-bit halves finds only lower ones.
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m256i; 4]) -> bool {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
@@ -200,6 +214,8 @@ impl Registers for Avx2 {
         intrinsics!(_mm256_movemask_epi8(below) != 0)
     }
 
+    /// Writes the codes of `values`, whose magnitudes have the numbers in bits 16 to 23 of `numbers`. If `SIGNED`, the
+    /// code of a value is [`ZERO`] plus or minus its number; otherwise it is the number.
     #[inline(always)]
     fn write<const SIGNED: bool>(self, numbers: [__m256i; 4], values: [__m256; 4], codes: &mut [u8]) {
         // SAFETY: the processor has the instructions; 32 bytes are stored to a slice of 32.

@@ -1,5 +1,6 @@
 //! Norms with statistics of each row: layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019,
-//! arXiv:1910.07467) and modulated layer norm. RMS norm is layer norm without the mean and the shift.
+//! arXiv:1910.07467) and modulated layer norm, whose samples have a scale and a shift each. RMS norm is layer norm
+//! without the mean and the shift. The scale is also called `weight`, the shift `bias`.
 
 mod codes;
 mod cpu;
@@ -45,7 +46,8 @@ pub fn layer_norm(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    RowNorm::new(LAYER_NORM.name, Kind::Layer, x, normalized_dims, [weight, bias], eps)?.record(&LAYER_NORM, x, None)
+    let norm = RowNorm::new(LAYER_NORM.name, Kind::Layer, x, normalized_dims, [weight, bias], eps)?;
+    norm.record(&LAYER_NORM, x, /* computed: */ None)
 }
 
 /// x / √(mean(x²) + eps) · weight over the last dimension.
@@ -57,7 +59,7 @@ pub fn layer_norm(
 /// [`Error::Argument`] if `x` has no dimension or `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`],
 /// [`Error::Device`] if `weight` does not match `x`.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, None)
+    RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, /* computed: */ None)
 }
 
 /// The kinds of norms of rows.
@@ -111,7 +113,8 @@ impl Size {
     /// shifts.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
-        let start = row / self.sample_rows.max(1) * self.len;
+        let sample = row / self.sample_rows.max(1);
+        let start = sample * self.len;
         start..start + self.len
     }
 }
@@ -151,8 +154,7 @@ impl<'a> RowNorm<'a> {
         Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
 
-    /// Records the norm of `x` on the tape. `computed` is the norm, if the caller has already
-    /// computed it.
+    /// Records the norm of `x` on the tape. `computed` is the norm, if the caller has already computed it.
     fn record(&self, info: &'static OpInfo, x: &Tensor, computed: Option<Normalised>) -> Result<Tensor> {
         record_with_aux(
             info,
@@ -162,7 +164,7 @@ impl<'a> RowNorm<'a> {
                 op: info.name,
                 kind: self.kind,
                 size: self.size,
-                // The gradient of the shift needs no saved values.
+                // Inputs 0 and 1 are `x` and the scale. The gradient of the shift needs no saved values.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
                 affine: self.affine.save(saver, self.kind.is_recomputed()),
@@ -210,6 +212,7 @@ impl Backward for RowNormBackward {
         self.run(context, &grad)
     }
 
+    // Recomputes the result from the saved input, scale and shift.
     fn again(&self) -> Option<Again<'_>> {
         let &Self { op, kind, size, ref affine, eps, .. } = self;
         let x = &self.reads.as_ref().filter(|_| kind.is_recomputed())?.x;
