@@ -2,8 +2,9 @@
 
 python benches/generate.py
 
-A token needs every weight once, so reading memory limits the speed. Before each turn of generation,
-the script measures the rate at which NumPy reads large arrays with the same number of threads.
+A token needs every weight once, so reading memory limits the speed. The script generates in several
+turns. Before each, it measures the rate at which NumPy reads large arrays with the same number of
+threads, and it prints both rates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ QWEN2 = {
 }  # fmt: skip
 """Qwen2-0.5B; its weights are random here."""
 BYTES = 2 * 494_032_768
-"""The bytes of the weights of Qwen2-0.5B, whose head and embedding are one matrix."""
+"""The bytes of the weights of Qwen2-0.5B in bf16. Its head and embedding are one matrix."""
 ARRAY = 1 << 30
 """Bytes that a thread reads to measure the rate: far more than the caches hold."""
 
@@ -48,6 +49,7 @@ def read_rate(arrays: list[np.ndarray]) -> float:
 def seconds_of_a_token(model: tc.models.CausalLM, rounds: int) -> float:
     """The median time of `rounds` tokens after a short prompt."""
     times, last = [], 0.0
+    # Without stop tokens, the model generates as many tokens as asked.
     stream = model.stream([[1, 2, 3, 4]], max_new_tokens=rounds + 4, stop_token_ids=[])
     for _ in stream:
         now = time.perf_counter()

@@ -1,6 +1,7 @@
 // Conversions from integers to other types, and from floating-point types to integers. `copy.cu` has those between floating-point types.
 //
-// `cast_<from>_<to>(y, x, tensors)`: y = x; `tensors` describes y and x, in this order. The rules are those of Rust's `as`:
+// `cast_<from>_<to>(y, x, tensors)`: y = x. `tensors` has the shape and the strides of y and x, in this order, and `width`, the number of
+// elements that each thread converts. The rules are those of Rust's `as`:
 // - to a floating-point type: rounds to the nearest number, ties to even; for f16 and bf16, rounds to f32 first;
 // - from a floating-point type to an integer type: rounds toward zero. A number out of the integer type's range becomes the nearest integer
 //   of the type, and NaN becomes 0;
@@ -15,20 +16,22 @@
 template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
 template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
+// Converts a floating-point number to the integer type D by the rule above. In this file, D is the type of results, and S that of x.
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
     // R(HIGH) may be rounded up, to a number above HIGH. But the next smaller number of type R is at most HIGH, so the last conversion gets
     // only numbers within the range of D. R(LOW) is exact.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 
+// Converts any x. `widen` converts 16-bit floating-point types to the type Acc of their arithmetic, f32; `narrow` rounds to D.
 template <typename D, typename S> __device__ __forceinline__ D cast(S x) {
     if constexpr (!std::is_integral_v<D>) return narrow<D>(static_cast<Acc<D>>(x));
     else if constexpr (std::is_integral_v<S>) return static_cast<D>(x);
     else return saturated<D>(widen(x));
 }
 
-// How many elements of the larger of two types 16 bytes hold.
-template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
+// `tensors.width`, unless it is 1: how many elements of the larger of the two types 16 bytes hold.
+template <typename D, typename S> constexpr int WIDTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
 
 template <typename D, typename S> struct Cast {
     D *y;
@@ -39,14 +42,16 @@ template <typename D, typename S> struct Cast {
         Pack<D, N> to;
 #pragma unroll
         for (int i = 0; i < N; ++i) to.values[i] = cast<D>(from.values[i]);
+        // If N > 1, neighbouring elements of the last axis of y are neighbours in memory.
         *reinterpret_cast<Pack<D, N> *>(y + offsets[0]) = to;
     }
 };
 
+// FROM and TO are the dtypes in the kernel's name; S and D are their types in CUDA. INTEGER and I, OTHER and T are such pairs, too.
 #define CAST(FROM, S, TO, D)                                                                                           \
     extern "C" __global__ void cast_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
         follow();                                                                                                      \
-        for_each<BOTH<D, S>>(tensors, Cast<D, S>{y, x});                                                               \
+        for_each<WIDTH<D, S>>(tensors, Cast<D, S>{y, x});                                                              \
     }
 #define BOTH_WAYS(INTEGER, I, OTHER, T)                                                                                \
     CAST(INTEGER, I, OTHER, T)                                                                                         \

@@ -21,6 +21,7 @@ pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Architecture {
     capability: Capability,
+    /// Whether the code runs only on GPUs of exactly this capability (`a`).
     is_exact: bool,
     /// Whether there is PTX besides the machine code.
     pub has_ptx: bool,
@@ -60,6 +61,7 @@ impl fmt::Display for Architecture {
 mod tests {
     use super::*;
 
+    /// Whether one of the architectures of `list` has code that a GPU of capability `gpu` can run.
     fn serves(list: &str, gpu: Capability) -> bool {
         Architecture::parse_list(list).unwrap().iter().any(|architecture| architecture.runs_on(gpu))
     }

@@ -141,7 +141,7 @@ class Reader:
 
     `read` gets the path of a damaged file, whose name is `file`. `valid` has the contents of valid
     files; `change` damages one of them. `beside` maps the names of other files in the same folder
-    to their contents.
+    to their contents. The damaged file replaces an intact file of the name `file` in `beside`.
     """
 
     name: str
@@ -188,6 +188,7 @@ def unigrams() -> tuple[bytes, bytes, bytes]:
 
 def language_model() -> bytes:
     """Return a GGUF file of a tiny Llama with its tokenizer."""
+    # The number of rows of each matrix of the only block; all matrices have 32 columns.
     rows = {"attn_q": 32, "attn_k": 32, "attn_v": 32, "attn_output": 32, "ffn_gate": 32,
             "ffn_up": 32, "ffn_down": 32}  # fmt: skip
     facts: dict[str, Fact] = {
@@ -214,7 +215,7 @@ def language_model() -> bytes:
 def readers() -> list[Reader]:
     """Return all readers."""
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
-    # A file of the cache.
+    # The content of a file of the cache: tensors, and facts, which are texts in the file's header.
     entry = packed(tensors, {"size": "[64, 64]"})
     state = {
         "format": 1,
@@ -278,6 +279,7 @@ def readers() -> list[Reader]:
             "captions",
             "a.txt",
             [b"a cat, a dog", "\ufeffhérisson".encode()],
+            # `read_caption` gets the path of the image and reads the text file beside it.
             lambda path: read_caption(path.with_suffix(".png")),
             {},
         ),

@@ -42,7 +42,8 @@ def run(folder: Path, gpus: str | None, *command: str) -> str:
 
 
 # `gpus` has a line for each GPU: the version of the driver, and the GPU's compute capability.
-# Training needs a driver of version 580 or later and a compute capability of at least 8.0.
+# Training needs a driver of version 580 or later and a compute capability of at least 8.0. The
+# architecture has the name that nvcc uses; for compute capability 9.0 it is 90a.
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
@@ -76,10 +77,12 @@ def test_without_a_gpu_the_demo_is_built_for_the_cpu(tmp_path: Path) -> None:
 
 
 def test_installing_the_cpu_wheel_removes_the_marks_of_other_wheels(tmp_path: Path) -> None:
+    # `make setup` leaves such a mark in .venv: its name says for which GPU the installed package is
+    # built, or that it is built for the CPU.
     planned = run(tmp_path, "580.1, 8.6", "make", "--dry-run", "--always-make", "wheel")
     assert planned.endswith("rm -f .venv/.setup-*\ntouch .venv/.setup-cpu")
 
 
 def test_make_check_builds_the_site(tmp_path: Path) -> None:
     planned = run(tmp_path, None, "make", "--dry-run", "--always-make", "check")
-    assert " docs; do" in planned
+    assert " docs; do" in planned  # the end of `for step in format deny … docs; do`

@@ -61,6 +61,7 @@ def test_kohyas_and_modelspecs_entries_hold_the_settings_and_the_progress(
 
 def test_stamp_writes_the_hash_of_the_tensors(tmp_path: Path, read_metadata: Read) -> None:
     path = tmp_path / "a.safetensors"
+    # `metadata()` has zeros in place of both hashes; `stamp` replaces the zeros.
     tc.save_file({"x": tc.ones(3)}, path, metadata=metadata())
     stamp(path)
     data = path.read_bytes()
@@ -91,7 +92,7 @@ def test_metadata_of_a_dataset_has_its_folders_tags_and_buckets(digits_folder: P
     count = len(list(digits_folder.glob("*.png")))
     name = digits_folder.name
     assert json.loads(found["ss_dataset_dirs"]) == {name: {"n_repeats": 2, "img_count": count}}
-    # Each caption is a single tag.
+    # Commas separate tags, so each caption, such as "a handwritten 3", is a single tag.
     assert sum(json.loads(found["ss_tag_frequency"])[name].values()) == count
     buckets = json.loads(found["ss_bucket_info"])["buckets"]
     assert buckets == {"0": {"resolution": [8, 8], "count": count}}
@@ -103,5 +104,5 @@ def test_every_adapter_file_of_a_run_has_metadata(config: TrainConfig, read_meta
     assert len(files) == 3  # of steps 5, 10 and 12
     hashes = [read_metadata(path)["sshs_model_hash"] for path in files]
     assert len(set(hashes)) == 3
-    # Before `stamp`, the header has zeros in place of the hash.
+    # The header would still have zeros in place of the hash if the run did not call `stamp`.
     assert "0" * 64 not in hashes

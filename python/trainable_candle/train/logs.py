@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class CsvLog(Callback):
     """A CSV file with a line for each logged step; `COLUMNS` are its columns.
 
+    With a `model`, its `optimizer`, and `batches`, a list of pairs of inputs and targets:
+
     ```python
     from pathlib import Path
 
@@ -63,6 +65,8 @@ class CsvLog(Callback):
 class JsonLog(Callback):
     """A file with one JSON object on each line: the values of a step, or metrics and their step.
 
+    With a `model`, its `optimizer`, and `batches`, a list of pairs of inputs and targets:
+
     ```python
     from pathlib import Path
 
@@ -89,6 +93,7 @@ class JsonLog(Callback):
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Keep the lines up to the step that the run resumes from; a new run keeps none."""
         kept = [row for row in read_json_log(self.path) if row["step"] <= trainer.step]
+        # A validation before the first step has a line of step 0, which a new run must drop, too.
         lines = [json.dumps(row) for row in kept] if trainer.step else []
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
@@ -113,6 +118,8 @@ class TensorBoardLog(Callback):
     """The values of `JsonLog` as scalars for TensorBoard.
 
     The names of a step's values are `train/...`; those of metrics are `validation/...` and so on.
+
+    With a `model`, its `optimizer`, and `batches`, a list of pairs of inputs and targets:
 
     ```python
     from pathlib import Path
@@ -156,11 +163,11 @@ class TensorBoardLog(Callback):
         A new run first removes the event files of earlier runs.
         """
         if not trainer.step and self._folder.is_dir():
-            for stale in self._folder.glob("events.out.tfevents.*"):
-                stale.unlink()
-        # TensorBoard drops the points that earlier event files have from this step on.
-        purge = trainer.step + 1 if trainer.step else None
-        self._writer = self._writer_class(str(self._folder), purge_step=purge)
+            for earlier in self._folder.glob("events.out.tfevents.*"):
+                earlier.unlink()
+        # TensorBoard drops the points that earlier event files have from step `purge_step` on.
+        first = trainer.step + 1 if trainer.step else None
+        self._writer = self._writer_class(str(self._folder), purge_step=first)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Add the step's points if the step is logged."""
@@ -187,11 +194,11 @@ def scalars(report: StepReport) -> dict[str, float]:
 
 
 def _further_values(report: StepReport) -> dict[str, float]:
-    """Return the known values of a step that are not in the columns of `CsvLog`, by name."""
+    """Return the values of a step beyond the columns of `CsvLog`, by name, without unknown ones."""
     known: dict[str, float] = {}
     if report.epoch is not None:
         known["epoch"] = round(report.epoch, 4)
-    if report.amount:
+    if report.amount:  # the number of images or tokens; 0 if unknown
         known["per_second"] = round(report.rate, 3)
     if report.memory is not None:
         known["gpu_memory"] = report.memory

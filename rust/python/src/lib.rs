@@ -38,6 +38,7 @@ mod types;
 mod var;
 mod verify;
 
+// Keeps freed blocks for later allocations, which is faster than returning them to the system.
 #[global_allocator]
 static ALLOCATOR: trainable_candle_core::RecyclingAllocator = trainable_candle_core::RecyclingAllocator::new();
 

@@ -50,6 +50,7 @@ def test_a_training_adapter_affects_the_loss_but_no_images(
     name: str, adapter: str, configure: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
+    # The training adapter, whose rank, 3, differs from the new adapter's 4.
     training_adapter = train_adapter(configure(name, base, "first", rank=3, alpha=6.0)).adapter_path
     settings = {"adapter": adapter, "alpha": 2.0, "sample_prompts": ["a"], "sample_steps": 1}
     if adapter == "lokr":
@@ -67,6 +68,7 @@ def test_a_training_adapter_affects_the_loss_but_no_images(
     task = families.load(name, base, "f32", "cpu")
     task.load_adapter(run.adapter_path, 1.0)
     drawn = task.draw(["a"], OPTIONS).astype(int)
+    # Rounding to bytes may change a value by 1.
     assert np.abs(run.task.draw(["a"], OPTIONS).astype(int) - drawn).max() <= 1
     remarks = tc.verify_adapter(run.adapter_path, name, base).remarks
     assert any("the training adapter adapter.safetensors" in remark for remark in remarks)
@@ -79,27 +81,28 @@ def test_a_run_with_a_training_adapter_equals_one_on_a_model_into_which_it_is_me
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """The two runs have the same losses and write the same adapter, of the rank that was asked."""
+    """The two runs have the same losses and write the same adapter, of rank 4 as configured."""
     base = request.getfixturevalue(f"{name}_base")
     cache = {"cache": "disk", "cache_dir": str(tmp_path / "cache")}
-    first = train_adapter(configure(name, base, "over", rank=3, alpha=6.0, **cache))
+    first = train_adapter(configure(name, base, "first", rank=3, alpha=6.0, **cache))
     training_adapter = first.adapter_path
     task = families.load(name, base, "f32", "cpu")
     task.load_adapter(training_adapter, 1.0)
     task.save_merged(tmp_path / "merged")
     given = {"optimizer": "sgd", "learning_rate": 1.0, "target_modules": ["to_q"], **cache}
     on_merged = train_adapter(configure(name, tmp_path / "merged", "on merged", **given))
-    over = configure(name, base, "run", **given, training_adapter=str(training_adapter))
-    run = train_adapter(over)
-    alone = train_adapter(configure(name, base, "alone", **given))
-    found, expected, plain = (np.array(losses(r.output), float) for r in (run, on_merged, alone))
+    run = train_adapter(
+        configure(name, base, "run", **given, training_adapter=str(training_adapter))
+    )
+    without = train_adapter(configure(name, base, "without", **given))
+    found, expected, plain = (np.array(losses(r.output), float) for r in (run, on_merged, without))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert np.abs(found - plain).min() > 1e-3
     saved, merged = (tc.load_file(r.adapter_path) for r in (run, on_merged))
     assert saved.keys() == merged.keys()
     for key, tensor in saved.items():
         np.testing.assert_allclose(tensor.numpy(), merged[key].numpy(), rtol=1e-5, atol=1e-7)
-        assert 4 in tensor.shape
+        assert 4 in tensor.shape  # the rank of the new adapter, not the training adapter's 3
 
 
 def test_a_resumed_run_keeps_the_training_adapter(
@@ -136,6 +139,8 @@ def test_a_training_adapter_can_be_switched_off_and_removed_exactly(
     training_adapter = write_adapter("training.safetensors")
     adapter = write_adapter("adapter.safetensors", use_dora=kind == "dora")
     case = tc.load_file(FORWARD)
+    # The case has the ids of 24 image tokens and 19 text tokens, but its tokens have fewer features
+    # than those of this model.
     inputs = {
         "hidden_states": tc.randn((2, 24, 128)), "encoder_hidden_states": tc.randn((2, 19, 48)),
         "timestep": case["timestep"], "img_ids": case["img_ids"], "txt_ids": case["txt_ids"],
@@ -143,7 +148,7 @@ def test_a_training_adapter_can_be_switched_off_and_removed_exactly(
     model = tc.models.load(folder, dtype=dtype)
     model.load_adapter(adapter)
     alone = model(**inputs).to("f32").numpy()
-    with pytest.raises(ArgumentError, match="add_training_adapter: scale is NaN, expected a"):
+    with pytest.raises(ArgumentError, match="scale is NaN, expected a finite number"):
         model.add_training_adapter(training_adapter, float("nan"))
     attached = model.add_training_adapter(training_adapter)
     # `to_q` and `to_out` of the model's two blocks with separate projections.
@@ -186,6 +191,7 @@ def test_files_that_cannot_be_training_adapters_are_rejected(
 
 
 def test_a_note_appears_if_a_training_adapter_is_missing_or_unexpected(tmp_path: Path) -> None:
+    # A model counts as distilled if the name of its folder contains "turbo".
     for name, training_adapter, expected in (
         ("turbo", None, ["undoes its distillation to a few steps; train the base"]),
         ("turbo", "a", []),

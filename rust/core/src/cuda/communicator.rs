@@ -124,7 +124,7 @@ impl Communicator {
         };
         let nccl = load(folders)?;
         let gpu = Gpu::of_device(OP, device)?;
-        capture::refuse(OP)?;
+        capture::refuse(OP)?; // an error inside a captured function
         bind(gpu)?;
         // SAFETY: the context is current.
         let comm = unsafe { nccl.init_rank(nccl::UniqueId(id), rank_number, size_number) };
@@ -190,11 +190,11 @@ impl Communicator {
         call: impl Fn(Comm, *mut std::ffi::c_void, u64, usize, i32) -> std::result::Result<(), i32>,
     ) -> Result<()> {
         capture::refuse(OP)?;
-        let own = Device::Cuda(self.gpu.device().clone());
+        let own_device = Device::Cuda(self.gpu.device().clone());
         let mut calls = Vec::with_capacity(tensors.len());
         for tensor in tensors {
-            if !tensor.device().same_device(&own) {
-                let (found, expected) = (name(tensor.device()), name(&own));
+            if !tensor.device().same_device(&own_device) {
+                let (found, expected) = (name(tensor.device()), name(&own_device));
                 let message = format!("found a tensor on {found}, expected one on {expected}, as the communicator");
                 return Err(Error::device(OP, message));
             }
@@ -244,8 +244,8 @@ impl Communicator {
         })
     }
 
-    /// Make the current or the next call that waits return the error that another process has ended. Any thread may
-    /// call `stop`.
+    /// Make the current or the next call of [`all_reduce`](Self::all_reduce), [`broadcast`](Self::broadcast) or
+    /// [`wait`](Self::wait) return the error that another process has ended. Any thread may call `stop`.
     pub fn stop(&self) {
         self.is_stopped.store(true, Ordering::Release);
     }

@@ -43,14 +43,14 @@ impl Held {
             let bytes = match copier {
                 None => {
                     let all = compute::zeros(&[count], dtype, &Device::Cpu)?;
-                    for (offset, raw) in packing.parts(dtype) {
+                    for (offset, raw) in packing.tensors(dtype) {
                         compute::copy_into(&all.narrow(0, offset, raw.elem_count())?, &raw.flatten_all()?)?;
                     }
                     Bytes::Plain(all)
                 }
                 Some(copier) => {
                     let mut memory = copier.allocate(count * size)?;
-                    for (offset, raw) in packing.parts(dtype) {
+                    for (offset, raw) in packing.tensors(dtype) {
                         with_bytes(raw, |bytes| memory.write(offset * size, bytes))?;
                     }
                     Bytes::HostMemory(memory)
@@ -133,7 +133,7 @@ pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut layout_hash = FxHasher::default();
     for dtype in packing.dtypes() {
-        for (offset, raw) in packing.parts(dtype) {
+        for (offset, raw) in packing.tensors(dtype) {
             (offset, raw.dims()).hash(&mut layout_hash);
         }
         // Writing to a string does not fail.

@@ -14,20 +14,20 @@ use super::OP;
 /// Packed tensors begin at multiples of this many bytes, from which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join)): where the part begins
-/// in the joined weight. Used for weights without values: with values, a part is a view of the joined weight's storage.
+/// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join) joins the rows of
+/// several weights to one): where the part begins in the joined weight. Used for weights without values: with values, a part is a view of the joined weight's storage.
 /// The key is the address of the part's storage. The value is the address of the joined weight's storage, and the index
 /// of the part's first element in the joined weight.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A tensor that the packing holds. Weights that are views of this tensor have no entry of their own.
-struct Part {
+struct Packed {
     /// The address of the tensor's storage.
     storage: usize,
     /// The index of the tensor's first element in its storage.
     start: usize,
     raw: Raw,
-    /// The number of elements of the same dtype that the packing has before the tensor.
+    /// The position of the tensor among the elements of its dtype, in elements, with the gaps of [`ALIGNMENT`].
     offset: usize,
 }
 
@@ -35,7 +35,7 @@ struct Part {
 /// it in the packing too.
 #[derive(Default)]
 pub(super) struct Packing {
-    parts: Vec<Part>,
+    tensors: Vec<Packed>,
     joined: Joined,
 }
 
@@ -45,22 +45,24 @@ impl Packing {
     pub(super) fn of(weights: &[Weight], hollow: Option<&Joined>) -> Result<Self> {
         let mut raws = Vec::new();
         for weight in weights {
+            // `map` serves only to visit the tensors of a weight: its values or, if it is quantized, its codes and scales.
             weight.map(|raw| {
                 raws.push(raw.clone());
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors first: a joined weight comes before its parts, so `place` finds the parts in it.
+        // Larger tensors first: a joined weight comes before its parts, so the parts are found in it and not packed again.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
+            // A weight without values is one element in memory, broadcast to its shape, and so is never contiguous.
             if hollow.is_none() && !raw.is_contiguous() {
                 return Err(Error::argument(OP, "found a weight that is not contiguous"));
             }
             if packing.offset_of(&raw).is_none() {
                 let offset = packing.count(raw.dtype());
                 let (storage, start) = packing.origin(&raw);
-                packing.parts.push(Part { storage, start, raw, offset });
+                packing.tensors.push(Packed { storage, start, raw, offset });
             }
         }
         Ok(packing)
@@ -69,12 +71,12 @@ impl Packing {
     /// The offset of `raw` among the packed elements of its dtype; `None` if `raw` is not in the packing.
     pub(super) fn offset_of(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = self.origin(raw);
-        let contains = |part: &&Part| {
-            part.storage == storage
-                && part.start <= start
-                && start + raw.elem_count() <= part.start + part.raw.elem_count()
+        let contains = |packed: &&Packed| {
+            packed.storage == storage
+                && packed.start <= start
+                && start + raw.elem_count() <= packed.start + packed.raw.elem_count()
         };
-        self.parts.iter().find(contains).map(|part| part.offset + (start - part.start))
+        self.tensors.iter().find(contains).map(|packed| packed.offset + (start - packed.start))
     }
 
     /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part
@@ -85,19 +87,19 @@ impl Packing {
         self.joined.get(&storage).copied().unwrap_or((storage, start))
     }
 
-    /// The number of packed elements of `dtype`, rounded up to a multiple of [`ALIGNMENT`] bytes.
+    /// The number of elements that the packing takes for `dtype`, with the gaps between tensors: a multiple of
+    /// [`ALIGNMENT`] bytes. The next tensor of `dtype` would begin there.
     pub(super) fn count(&self, dtype: DType) -> usize {
-        let ends =
-            self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
+        let ends = self.tensors(dtype).map(|(offset, raw)| offset + raw.elem_count());
         ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT / dtype.size_in_bytes().max(1))
     }
 
     /// The dtypes of the packed tensors, sorted by name: all processes must have the same order.
     pub(super) fn dtypes(&self) -> Vec<DType> {
         let mut found: Vec<DType> = Vec::new();
-        for part in &self.parts {
-            if !found.contains(&part.raw.dtype()) {
-                found.push(part.raw.dtype());
+        for packed in &self.tensors {
+            if !found.contains(&packed.raw.dtype()) {
+                found.push(packed.raw.dtype());
             }
         }
         found.sort_by_key(|dtype| dtype.as_str());
@@ -105,7 +107,7 @@ impl Packing {
     }
 
     /// The packed tensors of `dtype`, each with its offset among the packed elements of `dtype`.
-    pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
-        self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
+    pub(super) fn tensors(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
+        self.tensors.iter().filter(move |packed| packed.raw.dtype() == dtype).map(|packed| (packed.offset, &packed.raw))
     }
 }

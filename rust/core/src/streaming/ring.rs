@@ -148,7 +148,7 @@ impl Ring {
                 let packing = unit.packing(&weights)?;
                 for (dtype, range) in &ranges[index] {
                     let Some(pages) = &mut pages else { continue };
-                    for (offset, raw) in packing.parts(*dtype) {
+                    for (offset, raw) in packing.tensors(*dtype) {
                         let start = range.start + offset * dtype.size_in_bytes();
                         with_bytes(raw, |bytes| pages.write(start, bytes))??;
                     }
@@ -202,7 +202,7 @@ impl Ring {
                 let packing = unit.packing(&weights)?;
                 let has_values = sharing.keeps(unit.number());
                 for (dtype, place) in places[index].iter().filter(|_| has_values) {
-                    for (offset, raw) in packing.parts(*dtype) {
+                    for (offset, raw) in packing.tensors(*dtype) {
                         let start = offset * dtype.size_in_bytes();
                         with_bytes(raw, |bytes| shards.write(*place, start, bytes))??;
                     }

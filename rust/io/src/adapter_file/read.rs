@@ -1,4 +1,7 @@
 //! Reading adapter files of any format.
+//!
+//! A module is the set of an adapter's parameters under one name in a file. A module belongs to one layer of the model,
+//! or to several if the program that wrote the file joins their weights (such as those of query, key and value) to one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -33,7 +36,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
     let magnitudes_are_divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
-    let trained = alpha::trained(&contents.metadata);
+    let trained_alphas = alpha::trained(&contents.metadata);
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
     let mut unplaced: Vec<&String> = Vec::new();
     for (module, stored) in &contents.modules {
@@ -46,10 +49,10 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             let base = part.layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
             let Some(base) = base else { continue };
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
-            let Some(own) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
-            let configured = || contents.configured_scale(part.names.diffusers, layer);
-            let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained.get(&key).copied());
-            let mut values = values(&own, &base, magnitudes_are_divided, alpha, configured).map_err(wrong)?;
+            let Some(share) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
+            let configured_scale = || contents.configured_scale(part.names.diffusers, layer);
+            let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained_alphas.get(&key).copied());
+            let mut values = values(&share, &base, magnitudes_are_divided, alpha, configured_scale).map_err(wrong)?;
             if let Some(triangles) = values.parameters.get_mut(oft::TRIANGLES) {
                 *triangles = peft::unshared(triangles, base.inputs()).map_err(wrong)?;
                 values.cayley_neumann_terms = contents.cayley_neumann_terms();
@@ -70,6 +73,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     // another known prefix belong to parts that were not requested and are skipped, unless no module fits any part.
     let is_unknown = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let none_fits = found.iter().all(BTreeMap::is_empty);
+    // `contents.others` has the names of tensors that are no parameters of a known kind of adapter.
     let unknown: Vec<&String> =
         unplaced.into_iter().chain(&contents.others).filter(|key| none_fits || is_unknown(key)).collect();
     if none_fits || !unknown.is_empty() {
@@ -85,6 +89,7 @@ const MOST_UNKNOWN: usize = 3;
 
 /// The error message for a file in which the keys `unknown` belong to none of the parts `requested`.
 fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) -> String {
+    // The message names the first three keys only.
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
@@ -118,66 +123,71 @@ fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) 
     )
 }
 
-/// The adapter of one layer of a module. The layer has `rows` outputs, and `form` tells which rows of the module they
-/// are. `None` if the module does not change the layer. The alpha is multiplied by (rank of the layer's adapter / rank
-/// of the module), so that the scale alpha / rank stays the same.
+/// The adapter of one layer, taken from the module `stored`, which may belong to several layers. The layer has `rows`
+/// outputs, and `form` tells which rows of the module they are. `None` if the module does not change the layer. The
+/// layer gets only the ranks that it uses, and the alpha is multiplied by (rank of the layer's adapter / rank of the
+/// module), so that the scale alpha / rank stays the same.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
-    let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
-    let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
-    let mut own = Stored { parameters, alpha: stored.alpha };
-    let (rank, module_rank) = (own.layer_values().rank()?, stored.layer_values().rank()?);
-    if let Some(alpha) = own.alpha.as_mut().filter(|_| rank > 0) {
+    let module_rows = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
+    let Some(parameters) = fused::split(&stored.parameters, form, module_rows)? else { return Ok(None) };
+    let mut share = Stored { parameters, alpha: stored.alpha };
+    let (rank, module_rank) = (share.layer_values().rank()?, stored.layer_values().rank()?);
+    if let Some(alpha) = share.alpha.as_mut().filter(|_| rank > 0) {
         *alpha *= rank as f64 / module_rank as f64;
     }
-    Ok(Some(own))
+    Ok(Some(share))
 }
 
-/// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's own part of a module.
+/// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's share of a module ([`own`]).
 ///
 /// `magnitudes_are_divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see
-/// [`magnitude`]). `trained` is the layer's alpha in training if the alpha in the file differs from it, otherwise
-/// `None`. `configured` returns the layer's scale in peft's configuration.
+/// [`magnitude`]). `trained_alpha` is the layer's alpha in training if the alpha in the file differs from it, otherwise
+/// `None`. `configured_scale` returns the layer's scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,
     magnitudes_are_divided: bool,
-    trained: Option<f64>,
-    configured: impl Fn() -> Option<f64>,
+    trained_alpha: Option<f64>,
+    configured_scale: impl Fn() -> Option<f64>,
 ) -> Result<LayerValues> {
     let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0, cayley_neumann_terms: None };
     for (name, tensor) in &stored.parameters {
+        // LyCORIS's `dora_scale` has a magnitude for each output or for each input; peft has a name only for the first.
         let is_output_scale = *name == "dora_scale" && tensor.dims().first() == Some(&base.rows());
         let name = if is_output_scale { "lora_magnitude_vector.weight" } else { name };
         values.parameters.insert(name.to_owned(), tensor.clone());
     }
     if let rank @ 1.. = values.rank()? {
-        values.scale = stored.alpha.map(|alpha| alpha / rank as f64).or_else(configured).unwrap_or(1.0);
-        if let Some(alpha) = trained {
+        values.scale = stored.alpha.map(|alpha| alpha / rank as f64).or_else(configured_scale).unwrap_or(1.0);
+        if let Some(alpha) = trained_alpha {
             alpha::to_trained(&mut values, rank, alpha)?;
         }
-    } else if let (None, Some(scale)) = (stored.alpha, configured()) {
+    } else if let (None, Some(scale)) = (stored.alpha, configured_scale()) {
+        // An adapter without a rank keeps the scale 1, so one of its factors takes peft's scale.
         peft::unfold(&mut values, scale)?;
     }
     if stored.parameters.contains_key("dora_scale")
-        && let Some(scale) = values.parameters.get("lora_magnitude_vector.weight")
+        && let Some(dora_scale) = values.parameters.get("lora_magnitude_vector.weight")
     {
-        let magnitude = output_magnitude(scale, &values, base, magnitudes_are_divided)?;
+        let magnitude = output_magnitude(dora_scale, &values, base, magnitudes_are_divided)?;
         values.parameters.insert("lora_magnitude_vector.weight".into(), magnitude);
     }
     Ok(values)
 }
 
-/// The magnitudes m, shape (out), from the file's `dora_scale`, shape (out, 1, …).
+/// The magnitudes m, shape (out), from the file's `dora_scale`, shape (out, 1, …). If the magnitudes are divided, they
+/// are multiplied by ‖W + ΔW‖ / ‖W‖.
 fn output_magnitude(
-    scale: &Tensor,
+    dora_scale: &Tensor,
     values: &LayerValues,
     base: &Base<'_>,
     magnitudes_are_divided: bool,
 ) -> Result<Tensor> {
-    if scale.elem_count() != base.rows() {
-        return Err(Error::shape("dora_scale", format!("found {:?}, expected ({}, 1)", scale.dims(), base.rows())));
+    if dora_scale.elem_count() != base.rows() {
+        let (found, rows) = (dora_scale.dims(), base.rows());
+        return Err(Error::shape("dora_scale", format!("found {found:?}, expected ({rows}, 1)")));
     }
-    let magnitude = scale.to_dtype(DType::F32)?.reshape(base.rows())?;
+    let magnitude = dora_scale.to_dtype(DType::F32)?.reshape(base.rows())?;
     match (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight")) {
         (Some(down), Some(up)) if magnitudes_are_divided => {
             magnitude.mul(&magnitude::growth(base, down, up, values.scale)?)

@@ -4,7 +4,7 @@
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
 /// The texts that [`CausalLM::extend`](super::CausalLM::extend) continues. For each text, the cache has all tokens and,
-/// for each layer, the keys and values of processed tokens to which later tokens attend.
+/// for each layer, the keys and values of those processed tokens to which later tokens attend.
 #[derive(Default)]
 pub struct KvCache {
     pub(super) texts: Vec<Text>,
@@ -34,7 +34,8 @@ impl KvCache {
         &self.texts[text].tokens
     }
 
-    /// Free the memory of the keys and values of the text with the index `text`. The text keeps its tokens.
+    /// Free the memory of the keys and values of the text with the index `text`. The text keeps its tokens, so it can
+    /// still be continued ([`Text::forget`]).
     pub(super) fn release(&mut self, text: usize) {
         self.texts[text].forget();
     }
@@ -47,7 +48,8 @@ pub(super) struct Text {
     /// The model has processed the first `processed` tokens. Their keys and values are in `layers`, except those that a
     /// layer with a window has dropped.
     pub processed: usize,
-    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated.
+    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated. Some models
+    /// have other frequencies for longer texts; when the stage changes, all keys must be computed again.
     pub stage: usize,
     /// The keys and values of every layer. Empty before the first forward pass and after [`forget`](Self::forget).
     pub layers: Vec<LayerCache>,

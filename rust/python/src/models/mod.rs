@@ -1,4 +1,4 @@
-//! Models: the base class, and one class for each kind.
+//! The Python classes of models: the base class, and one class for each kind of model.
 
 mod causal_lm;
 mod chroma;
@@ -33,7 +33,7 @@ use trainable_candle_nn::{StreamOptions, adapter};
 use crate::adapter_set::{AdapterSet, Attached};
 use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
-use crate::call::detached;
+use crate::call::detached; // runs a closure without the GIL
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
@@ -74,7 +74,7 @@ pub use z_image::ZImageTransformer;
 #[pyclass(frozen, subclass, module = "trainable_candle.models")]
 pub struct Model {
     model: Loaded,
-    adapter: Attached,
+    adapter: Attached, // the adapters on the model's layers, if there are any
 }
 
 impl Model {
@@ -308,6 +308,7 @@ impl Model {
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
         let mut config = config.inner();
         self.adapter.attach(py, "add_adapter", &self.model, || {
+            // By default, OFT rotates the side of layers that the programs for the model's adapter files expect.
             config.oft_side.get_or_insert(self.model.adapter_names().default_format().oft_side());
             adapter::AdapterSet::attach(config, &self.model.named_layers())
         })

@@ -16,11 +16,12 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let &Resize { batch, channels, input: from, output: to } = size;
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
-    let result = if is_backward { from } else { to };
-    let y = empty(op, gpu, &[batch, result[0], result[1], channels], x.dtype())?;
+    let [y_height, y_width] = if is_backward { from } else { to };
+    let y = empty(op, gpu, &[batch, y_height, y_width, channels], x.dtype())?;
     if y.elem_count() > 0 {
-        let (lines, line_len) = (batch * result[0], result[1] * channels);
-        // Each of a block's 256 threads writes four packs of 16 bytes of a line.
+        // A line is a row of pixels of y. Each of a block's 256 threads writes four packs of 16 bytes of a line, with
+        // `wide` elements each. If there are more such pieces than blocks, the blocks take several.
+        let (lines, line_len) = (batch * y_height, y_width * channels);
         let blocks = lines * line_len.div_ceil(256 * 4 * wide(x.dtype()));
         let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
         let (batch, dtype_suffix) = (batch as u64, suffix(op, x.dtype())?);

@@ -3,16 +3,17 @@
 //!
 //! Each row of the other factor (the input or the gradient of the result) gets one scale: its largest magnitude / 127
 //! (int8) or / 448 (e4m3), as in torchao's dynamic quantization of activations
-//! (`Int8DynamicActivationInt8WeightConfig`, `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and
-//! scales s:
+//! (`Int8DynamicActivationInt8WeightConfig`, `Float8DynamicActivationFloat8WeightConfig` by rows). Let x be the input
+//! (rows, in), w the weight (out, in), b the bias and y the result (rows, out). With codes q and scales s, the result
+//! and the gradient of x are:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
 //! - dx = s_g (q_g q_w), where q_g and s_g are the codes and scales of g = dy s_w. The sum runs over the rows of the
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
 //! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
-//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. Without a residual, a result is rounded once
-//! to its dtype. The backward pass ignores that x was rounded: the gradient passes the rounding unchanged (a
+//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits than f32 has. A result is rounded once to its
+//! dtype; if a residual is added to the rounded result, their sum is rounded again. The backward pass ignores that x was rounded: the gradient passes the rounding unchanged (a
 //! straight-through estimator).
 
 #[cfg(feature = "cuda")]
@@ -29,7 +30,8 @@ use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
 
 /// A matrix's number of columns and each part's number of rows must be multiples of this number, because 8-bit products
-/// on tensor cores require it.
+/// on tensor cores require it. (A part is a range of rows that were quantized together: a matrix has several if it was
+/// joined from several matrices.)
 pub(crate) const MULTIPLE: usize = 16;
 /// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
@@ -47,7 +49,8 @@ pub(crate) struct Addends<'a> {
     pub(crate) residual: Option<&'a Raw>,
 }
 
-/// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix whose codes are multiplied.
+/// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix of int8 or e4m3 codes: the codes and the scales
+/// of [`Transposed`]. 0 if the sizes do not allow products of codes.
 pub const fn transposed_bytes(rows: usize, columns: usize) -> usize {
     if rows.is_multiple_of(MULTIPLE) && columns.is_multiple_of(MULTIPLE) { rows * columns + 4 * columns } else { 0 }
 }
@@ -116,8 +119,8 @@ impl Quantized {
         on_device!(g.device(), cuda => cuda::input_gradient(self, g), cpu => self.input_gradient_on_cpu(g).map(Some))
     }
 
-    /// x Wᵀ + b for a matrix x in this matrix's kind of codes, with a result of dtype `dtype`; `None` as in
-    /// [`product_of_geglu`](Self::product_of_geglu).
+    /// x Wᵀ + b for a matrix x in this matrix's kind of codes, with a result of dtype `dtype`. `None` if the device has
+    /// no 8-bit products; the CPU has none.
     pub(crate) fn product_of_code_rows(&self, x: &CodeRows, bias: Option<&Raw>, dtype: DType) -> Result<Option<Raw>> {
         on_device!(x[0].device(), cuda => cuda::product_of_code_rows(self, x, bias, dtype), cpu => {
             let _ = (x, bias, dtype); // for builds without CUDA
@@ -164,7 +167,8 @@ impl Quantized {
     fn product_on_cpu(&self, x: &Raw, Addends { bias, residual }: Addends<'_>) -> Result<Raw> {
         let x_rounded = self.rounded(x, None)?;
         let y = compute::unset("linear", &x_rounded, &[x.dims()[0], self.dims[0]])?;
-        self.product(&y, &x_rounded, false)?;
+        let accumulate = false;
+        self.product(&y, &x_rounded, accumulate)?;
         let y = match bias {
             Some(bias) => compute::binary(&y, &compute::cast(bias, DType::F32)?, Add)?,
             None => y,
@@ -181,9 +185,11 @@ impl Quantized {
         for part in self.parts.iter() {
             let part_scales =
                 part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
-            scales.extend((0..part.rows).map(|row| if let [one] = part_scales[..] { one } else { part_scales[row] }));
+            // A single scale is for all rows of the part.
+            scales.extend((0..part.rows).map(|row| if let [only] = part_scales[..] { only } else { part_scales[row] }));
         }
         let g_rounded = self.rounded(g, Some(&scales))?;
+        // g_rounded already has the scales of W as factors, so W takes part with its codes alone.
         compute::cast(&compute::matmul(&g_rounded, &self.numbers().values(DType::F32)?)?, g.dtype())
     }
 

@@ -14,7 +14,8 @@ pub(in crate::ops) struct CodesNorm<'a>(RowNorm<'a>);
 impl<'a> CodesNorm<'a> {
     /// Checks the operands of a norm of `x`. `affine` is the scale and the shift; `eps` is added to the variance.
     pub fn new(x: &Tensor, affine: [Option<&'a Tensor>; 2], eps: f64) -> Result<Self> {
-        Ok(Self(RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, 1, affine, eps)?))
+        let normalized_dims = 1;
+        Ok(Self(RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, normalized_dims, affine, eps)?))
     }
 
     /// Returns the sum of two tensors, rounded to their dtype; the codes of the sum's norm (signed integers if
@@ -35,8 +36,11 @@ impl<'a> CodesNorm<'a> {
     /// Returns the backward pass of the norm of `sum`. Saves the tensors that it reads.
     pub fn save(&self, saver: &mut Saver<'_>, sum: &Tensor, statistics: &[Raw]) -> CodesNormBackward {
         let RowNorm { op, kind, size, ref affine, eps } = self.0;
+        // Input 0 of the node is the sum. The backward pass reads saved tensors only if the sum needs a gradient.
         let reads = saver.needs(0).then(|| Reads::save(saver, sum, statistics));
-        CodesNormBackward(RowNormBackward { op, kind, size, reads, affine: affine.save(saver, false), eps })
+        let recomputes_norm = false;
+        let affine = affine.save(saver, recomputes_norm);
+        CodesNormBackward(RowNormBackward { op, kind, size, reads, affine, eps })
     }
 }
 
