@@ -2,8 +2,8 @@
 // the matrix product of the unit with the LoRA factor A of the linear map that reads the unit. The matrix product costs almost nothing
 // while the unit is in registers; a separate kernel would have to read the unit from memory.
 //
-// A warp has sixteen rows and goes over the columns of its block, 32 at a time. include/low_rank.cuh describes the low-rank products,
-// their fragments, g and t. The index `matrix` is 0 for h, 1 for gate.
+// A warp has sixteen rows and goes over the columns of its block, 32 at a time. include/low_rank.cuh describes the low-rank products and
+// their fragments. g is lane / 4, t is lane % 4, and RANKS is the rank, 16. The index `matrix` is 0 for h, 1 for gate.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "rows.cuh"
@@ -21,8 +21,8 @@ struct Values {
     __device__ __forceinline__ uint32_t word(int row, int i) const { return (&rows[row].x)[i]; }
 };
 
-// The kernel's arguments (see below), and the place of this thread: `first` is the first row of the warp, `last` the last row of x. A
-// thread has the rows g + 8 half of the warp (`half` is 0 or 1), and the columns 8 t to 8 t + 7 of each 32.
+// The kernel's arguments (see DEFINE_FORWARD), and the place of this thread: `first` is the first row of the warp, `last` the last row of
+// x. A thread has the rows g + 8 half of the warp (`half` is 0 or 1), and the columns 8 t to 8 t + 7 of each 32.
 template <typename T> struct Warp {
     const T *x, *hidden, *up[2], *down;
     T *unit;
@@ -64,6 +64,7 @@ template <typename T> struct Warp {
 #pragma unroll
         for (int matrix = 0; matrix < 2; matrix++) {
             uint32_t right[4][2];
+            // `up` is stored as (width, RANKS), so `is_turned` is false and a row has RANKS elements; the first rank is 0.
             load_up<T, false>(right, up[matrix], RANKS, column, 0, g, t);
 #pragma unroll
             for (int i = 0; i < 4; i++) multiply_add<T>(products[matrix][i], left[matrix], right[i][0], right[i][1]);
@@ -161,7 +162,8 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
 DEFINE_FORWARD(f16, __half)
 DEFINE_FORWARD(bf16, __nv_bfloat16)
 
-// hidden [count] = the sum of its `number` parts, f32 [number, count]; count is a multiple of 4. Here hidden is unit down.T, (rows, 16).
+// hidden (count) = the sum of its `number` parts, f32 (number, count); count is a multiple of 4. Unlike the argument `hidden` of the kernel
+// above, this hidden is unit down.T, (rows, 16), from the parts that the kernel above writes.
 // Launch: block 256, grid clamp(ceil(count / 1024), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_HIDDEN(SUFFIX, T)                                                                                       \
     extern "C" __global__ void swiglu_feed_forward_hidden_##SUFFIX(const float *parts, T *hidden, uint64_t count,      \

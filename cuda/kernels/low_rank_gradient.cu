@@ -1,8 +1,9 @@
 // Gradients of the factors of low-rank maps, for many maps in one launch. A gradient is the product narrowᵀ · wide of two matrices with
 // the same number of rows.
 //
-// `wide` is a map's input or the gradient of its result. `narrow` has 16 columns, one for each of 16 ranks: hidden or its gradient. Nearly
-// all time is spent reading `wide`, so each block reads all rows of 64 columns of `wide`, and no other block reads them.
+// `wide` is a map's input x or the gradient of its result. `narrow` has 16 columns, one for each of 16 ranks: x Aᵀ, where A is the first
+// factor of the map, or the gradient of x Aᵀ. Nearly all time is spent reading `wide`, so each block reads all rows of 64 columns of
+// `wide`, and no other block reads them.
 #include "low_rank.cuh"
 
 namespace {
@@ -11,6 +12,7 @@ namespace {
 constexpr int COLUMNS = 64, WARPS = 8, STEP = 16, THREADS = WARPS * WARP;
 // The number of steps whose loads a warp starts together.
 constexpr int AT_ONCE = 2;
+// The largest number of products in a launch.
 constexpr int MOST_PRODUCTS = 48;
 // The distance between neighbouring ranks of a warp's sums in shared memory, in floats. It is not a multiple of the number of banks, which
 // avoids bank conflicts.
@@ -23,7 +25,7 @@ struct LowRankFactor {
     float *sum;
     uint32_t rows, columns, wide_row, narrow_row, rank_step, column_step;
     float scale;
-    uint32_t unused;
+    uint32_t unused; // fills the structure up to a multiple of its alignment, 8 bytes
 };
 
 // Product i has ceil(columns / 64) blocks: from block ends[i - 1] (0 for i = 0) up to, but not including, block ends[i]. Unused `ends` are
@@ -51,7 +53,8 @@ template <typename T> struct Rows {
     uint4 wide[4];
     uint32_t narrow[4];
 
-    // Loads four rows from row `first` on. Rows beyond the last one become zeros, and so does all of wide unless `is_inside`.
+    // Loads four rows from row `first` on. Rows beyond the last one become zeros, and so does all of wide unless `is_inside`, which tells
+    // whether the product has the thread's columns. The addresses are those of the thread's first column and first rank in row 0.
     __device__ __forceinline__ void load(const T *wide_at, const T *narrow_at, const LowRankFactor &product, uint32_t first,
                                          bool is_inside) {
 #pragma unroll
@@ -63,6 +66,7 @@ template <typename T> struct Rows {
         }
     }
 
+    // Adds the products of the warp's 16 rows to `sums`: sums[j] belongs to mma j.
     __device__ __forceinline__ void multiply(float (&sums)[8][4]) const {
         const uint32_t left[4] = {low_halves(narrow[0], narrow[1]), high_halves(narrow[0], narrow[1]),
                                   low_halves(narrow[2], narrow[3]), high_halves(narrow[2], narrow[3])};
@@ -108,7 +112,7 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) rows[i].multiply(sums);
     }
-    // sums[j][2 · pick + n] belongs to the rank 2g + pick and to the block's column 8 (2t + n) + j.
+    // sums[j][2 · pick + n] belongs to the rank 2g + pick and to the block's column 8 (2t + n) + j. Each store has four of the eight j.
 #pragma unroll
     for (int pick = 0; pick < 2; pick++)
 #pragma unroll

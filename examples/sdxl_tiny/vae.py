@@ -32,14 +32,14 @@ class Classifier(nn.Module):
         widths = (3, 32, 64, 128, 192)
         self.stages = nn.ModuleList(
             nn.Sequential(
-                nn.Conv2d(before, after, 3, padding=1),
-                nn.BatchNorm2d(after),
+                nn.Conv2d(width_in, width_out, 3, padding=1),
+                nn.BatchNorm2d(width_out),
                 nn.ReLU(),
-                nn.Conv2d(after, after, 3, stride=2, padding=1),
-                nn.BatchNorm2d(after),
+                nn.Conv2d(width_out, width_out, 3, stride=2, padding=1),
+                nn.BatchNorm2d(width_out),
                 nn.ReLU(),
             )
-            for before, after in itertools.pairwise(widths)
+            for width_in, width_out in itertools.pairwise(widths)
         )
         self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(widths[-1], len(FLOWERS)))
 
@@ -52,7 +52,7 @@ class Classifier(nn.Module):
         return hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits (N, 5) of images (N, 3, H, W) in [-1, 1]."""
+        """Return the logits (N, flowers) of images (N, 3, H, W) in [-1, 1]."""
         return self.head(self.features(x)[-1].mean((2, 3)))
 
 
@@ -135,7 +135,10 @@ def adversary() -> nn.Sequential:
 def detail_distance(
     classifier: Classifier, real: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Return the perceptual loss: the mean L1 distance of hidden states, which are normalised."""
+    """Return the perceptual loss: the mean L1 distance of the classifier's hidden states.
+
+    Both images' states are divided by the standard deviation of the real image's states.
+    """
     total = decoded.new_zeros(())
     features = zip(classifier.features(real), classifier.features(decoded), strict=True)
     for of_real, of_decoded in features:
@@ -233,6 +236,7 @@ def standardise(model: AutoencoderKL, pixels: torch.Tensor) -> None:
     the latents of the first 2048 images times SDXL's `scaling_factor`, 0.13025, have mean 0 and
     variance 1 in each channel.
     """
+    # `encode` multiplies by the scaling factor; the means of the posterior are needed.
     latents = encode(model, pixels[:2048]) / model.config.scaling_factor
     channels = latents.shape[1]
     mean = latents.mean((0, 2, 3))

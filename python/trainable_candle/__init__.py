@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     )
     from trainable_candle.peft import PeftModel, get_peft_model
 
-_methods.attach()
+_methods.attach()  # adds to Tensor the methods that are written in Python
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -252,7 +252,7 @@ _DTYPE_ALIASES = {
     "long": "i64",
     "bool": "u8",  # the dtype of masks
 }
-"""Other names of dtypes in torch, and the dtypes."""
+"""Torch's other names of dtypes, each with the dtype that it stands for here."""
 _INSTEAD = {
     "save": "use tc.save_file, which writes tensors by name as safetensors",
     "load": "use tc.load_file for tensors by name, and models.load for a model",
@@ -288,7 +288,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"{__name__}.{name}")
     if name in _functions.NAMES:
-        # Python calls `__getattr__` only for missing names: this runs once for each function.
+        # A function that calls the method `name` of its argument, made when it is first needed.
+        # Python calls `__getattr__` only for missing names, so this runs once for each function.
         globals()[name] = _functions.function(name)
         return globals()[name]
     if name in _DTYPE_ALIASES:
@@ -301,6 +302,7 @@ def __getattr__(name: str) -> Any:
         return SimpleNamespace(data=data, checkpoint=SimpleNamespace(checkpoint=checkpoint))
     if name in _FROM_PEFT:
         return getattr(import_module(f"{__name__}.peft"), name)
+    # Any other public submodule, such as `data`.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

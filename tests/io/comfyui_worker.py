@@ -15,9 +15,9 @@ ComfyUI also takes some sizes of layers from published models. Therefore each pa
 shape that it has in the file before values are loaded. The answer is a line of JSON on the standard
 output: the list of messages of level WARNING and above in ComfyUI's log.
 
-An object with only the key `shapes`, the shapes of a published denoiser's parameters, is a question
+An object with only the key `shapes`, the shapes of a published denoiser's parameters by name, asks
 for the names of layers that ComfyUI knows in adapter files. The answer is an object with the shape
-of each layer's weight by name.
+of each layer's weight by the name of the layer.
 """
 
 import json
@@ -91,6 +91,7 @@ def load(request: dict[str, Any]) -> tuple[Any, Any]:
     options = {"dtype": torch.float32}
     if "clip" not in request:
         return comfy.sd.load_diffusion_model(request["base"], options), None
+    # The sizes in the configuration need not fit the file: `load_resized` resizes the parameters.
     clip = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     clip["num_hidden_layers"] = request["clip"]
     encoders = options | {f"{name}_model_config": clip for name in ("clip_l", "clip_g")}
@@ -104,6 +105,7 @@ def layers(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """The shapes of the layers of a denoiser by their names in adapter files."""
     with torch.device("meta"):
         sd = {name: torch.empty(shape) for name, shape in shapes.items()}
+        # `load` may have replaced these two functions.
         model_detection.detect_unet_config = detect
         model_detection.model_config_from_unet_config = match
         model = comfy.sd.load_diffusion_model_state_dict(sd, {"dtype": torch.float32}).model
@@ -112,20 +114,21 @@ def layers(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     # ComfyUI maps a layer's name to the key of its weight. If the layer has only some rows of the
     # weight, it maps the name to a tuple that begins with the key and (dimension, first row, number
     # of rows).
-    for name, place in comfy.lora.model_lora_keys_unet(model, {}).items():
-        weight, rows = (place, None) if isinstance(place, str) else place[:2]
-        if weight in weights:
-            shape = list(weights[weight].shape)
+    for name, target in comfy.lora.model_lora_keys_unet(model, {}).items():
+        key, rows = (target, None) if isinstance(target, str) else target[:2]
+        if key in weights:
+            shape = list(weights[key].shape)
             found[name] = [rows[2], *shape[1:]] if rows else shape
     return found
 
 
+# The last model that was loaded, by its path: consecutive requests often have the same model.
 loaded: dict[str, tuple[Any, Any]] = {}
 for line in requests:
     request = json.loads(line)
     if "shapes" in request:
         print(json.dumps(layers(request["shapes"])), file=answers, flush=True)
-        messages.take()
+        messages.take()  # The answer to the next request must not have these messages.
         continue
     base = request["base"]
     if base not in loaded:

@@ -55,6 +55,7 @@ def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
     for name, tensor in tensors.items():
         chosen = kind_of(name, tensor, kind)
         wide = tensor.to("f32")
+        # The default binds this tensor: the function is called after the loop, by `write`.
         entries.append(Entry(name, tuple(tensor.shape), chosen, lambda wide=wide: wide))
         quantized = chosen.startswith("q")
         values[name] = tc.quantize(wide, chosen).dequantize() if quantized else wide.to(chosen)
@@ -72,6 +73,7 @@ def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_
     original = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(original, {"transformer": model})
     values = write_gguf(original, tmp_path / f"{family}.gguf", kind)
+    # From here on, the original checkpoint has the values that the GGUF file stores.
     tc.save_file(values, original)
     config = folder / "config.json"
     found = transformer.from_pretrained(tmp_path / f"{family}.gguf", dtype="f32", config=config)
@@ -97,5 +99,5 @@ def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_
             assert not_none
             results.append([loss.numpy(), *not_none])
             each.remove_adapter()
-        for one, other in zip(*results, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        for from_gguf, from_values in zip(*results, strict=True):
+            np.testing.assert_allclose(from_gguf, from_values, rtol=1e-4, atol=1e-6)

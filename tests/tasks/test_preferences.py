@@ -89,8 +89,10 @@ def test_the_loss_of_packed_pairs_equals_its_definition(weights: Path) -> None:
     task, dataset, data, _ = prepared(config_of(weights, ROWS))
     expected = by_definition(task, dataset.examples)  # type: ignore[arg-type]
     assert data.validation_loss() == pytest.approx(expected.mean(), abs=1e-5)
+    # The weight of a batch is its number of pairs. A row of 64 tokens is too short for all pairs.
     one_row = data.batches(1).batch(0)
     assert data.weight(one_row) < len(ROWS)
+    # Ten rows are enough for all pairs.
     batches = in_order(dataset.examples, sequence_length=64, batch_size=10)
     assert len(batches) == 1
     assert data.weight(batches[0]) == len(ROWS)
@@ -134,6 +136,7 @@ def test_a_run_learns_to_prefer_the_chosen_answers(
     config = config_of(
         weights, ROWS, steps=12, learning_rate=5e-3, validation_dataset="", validate_every=12
     )
+    # The run validates on the pairs that it trains on; `config_of` has chosen their path.
     config = config.with_(validation_dataset=config.dataset)
     train_adapter(config, progress=False)
     log = capsys.readouterr().out
@@ -163,7 +166,7 @@ def test_a_pair_has_the_same_tokens_in_every_form(weights: Path) -> None:
     ]
     _, chats, *_ = prepared(config_of(weights, rows, sequence_length=160))
     first, *others = chats.examples
-    assert len(first.stops) == 2
+    assert len(first.stops) == 2  # an end token for each of the two answers
     for other in others:
         np.testing.assert_array_equal(other.ids, first.ids)
         np.testing.assert_array_equal(other.learnt, first.learnt)

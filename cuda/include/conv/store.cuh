@@ -1,4 +1,5 @@
-// Stores the sums of a tile.
+// Stores the sums of a tile, which a block of a convolution kernel has computed: a tile of the result (or of a gradient), or of partial
+// sums if several blocks share the work on one sum.
 #pragma once
 
 #include "../rows.cuh"
@@ -41,7 +42,8 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> add_to_pack(c
 template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(sizeof(T));
 template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
 
-// Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null. The strip begins at `row` and
+// Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null. The strip has 8 NF columns:
+// acc[j] are this lane's two columns of the eight from 8 j on, in row lane / 4 and then in row lane / 4 + 8. The strip begins at `row` and
 // `column` of the tile, and the tile at column `first` of the result, whose rows have `results` values.
 template <typename T, int COUNT, int NF> __device__ __forceinline__ void
 stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int results) {
@@ -68,7 +70,7 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
 __device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of,
                                              const ConvAddend<T> &addend = {}) {
-    constexpr int PARTS = COUNT / 8;
+    constexpr int PARTS = COUNT / 8; // packs of eight values in a row; T has 16 bits
     const bool wide = results % 8 == 0 && is_wide(result);
     for (int index = threadIdx.x; index < ROWS * PARTS; index += THREADS) {
         const int row = index / PARTS, column = index % PARTS * 8, n = first + column;
@@ -88,8 +90,8 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
     }
 }
 
-// Writes a 16-row strip of sums, plus `bias` unless it is null, to the rows of a slice of the partial sums, without staging. The other
-// arguments are as in `stage_strip` and `store_staged`.
+// Writes a 16-row strip of sums, plus `bias` unless it is null, to `partials`, this block's slice of the partial sums, which has the shape
+// of the result and is f32. The sums are not staged. The other arguments are as in `stage_strip` and `store_staged`.
 template <int NF, typename RowOf> __device__ __forceinline__ void
 store_partials(float *partials, const float *bias, const float (&acc)[NF][4], int row, int column, int first,
                int results, RowOf row_of) {

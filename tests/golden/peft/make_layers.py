@@ -3,10 +3,11 @@
 pip install torch==2.11.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
 python make_layers.py layers.safetensors
 
-For each case, the file has the initial parameters of the adapters (`CASE.start.NAME`), the output,
-the gradients of the mean squared error from `target`, and the merged weights of the layers
+For each case, the file has the initial parameters of the adapters (`CASE.start.NAME`), the output
+for the input `x` (`CASE.output`), the gradients of the mean squared error from `target` (of the
+parameters, `CASE.grad.NAME`, and of `x`, `CASE.grad_input`), and the merged weights of the layers
 (`CASE.merged.LAYER`). `base.NAME` are the frozen weights and biases. The metadata has the scale of
-each case.
+each case. A case is a key of `CASES`, or `dora_input`.
 """
 
 import json
@@ -90,6 +91,7 @@ def per_input(base: Net, x: torch.Tensor, target: torch.Tensor) -> dict[str, tor
 def main() -> None:
     torch.manual_seed(20261121)
     base = Net()
+    # The network's output for x has the shape of target.
     x, target = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 3, 10)
     found = {"x": x, "target": target}
     found |= {f"base.{name}": value.clone() for name, value in base.state_dict().items()}
@@ -115,11 +117,13 @@ def main() -> None:
         nn.functional.mse_loss(y, target).backward()
         found |= {f"{case}.output": y.detach(), f"{case}.grad_input": inputs.grad}
         found |= {f"{case}.grad.{name}": value.grad.clone() for name, value in trained.items()}
+        # All layers have the same scale. "default" is the name that peft gives to the adapter.
         scales[case] = model.linear.scaling["default"]
         with torch.no_grad():
             for name in TARGETS:
                 layer = getattr(model, name)
                 merged = layer.base_layer.weight + layer.get_delta_weight("default")
+                # `get_delta_weight` knows no magnitudes.
                 if case == "dora":
                     magnitude = layer.lora_magnitude_vector["default"].weight
                     norm = merged.flatten(1).norm(dim=1)

@@ -1,12 +1,12 @@
-//! Operations on integer tensors, which have functions of their own: the kernels of differentiable operations do not
-//! support integers. Results are constants.
+//! Negation, absolute value, maximum and minimum of integer tensors. Integers have separate functions because the
+//! kernels of differentiable operations do not support them. The results do not take part in backward passes.
 
 use candle_core::DType;
 
 use crate::raw::{Raw, from_vec, to_vec};
 use crate::{Error, Result, Tensor};
 
-/// Applies `function` to each element of an i64 tensor.
+/// Applies `function` to each element of an i64 tensor, on the host.
 fn map(x: &Tensor, function: impl Fn(i64) -> i64) -> Result<Tensor> {
     let values: Vec<i64> = to_vec::<i64>(&x.raw)?.into_iter().map(function).collect();
     Tensor::constant(from_vec(values, x.dims())).to_device(x.device())
@@ -29,7 +29,7 @@ pub(super) fn neg(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The absolute value of each element. The smallest i64 stays itself, as in torch.
+/// The absolute value of each element. The smallest i64 stays itself, as in torch, and so does every unsigned integer.
 pub(super) fn abs(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::I64 { map(x, i64::wrapping_abs) } else { Ok(x.clone()) }
 }

@@ -15,9 +15,9 @@ use super::OP;
 const ALIGNMENT: usize = 256;
 
 /// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join) joins the rows of
-/// several weights to one): where the part begins in the joined weight. Used for weights without values: with values, a part is a view of the joined weight's storage.
-/// The key is the address of the part's storage. The value is the address of the joined weight's storage, and the index
-/// of the part's first element in the joined weight.
+/// several weights to one): where the part begins in the joined weight. Used for weights without values: with values, a
+/// part is a view of the joined weight's storage. The key is the address of the part's storage. The value is the
+/// address of the joined weight's storage, and the index of the part's first element in the joined weight.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A tensor that the packing holds. Weights that are views of this tensor have no entry of their own.
@@ -45,17 +45,19 @@ impl Packing {
     pub(super) fn of(weights: &[Weight], hollow: Option<&Joined>) -> Result<Self> {
         let mut raws = Vec::new();
         for weight in weights {
-            // `map` serves only to visit the tensors of a weight: its values or, if it is quantized, its codes and scales.
+            // `map` serves only to visit the tensors of a weight: its values or, if it is quantized, its codes and
+            // scales.
             weight.map(|raw| {
                 raws.push(raw.clone());
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors first: a joined weight comes before its parts, so the parts are found in it and not packed again.
+        // Larger tensors first: a joined weight comes before its parts, so the parts are found in it and not packed
+        // again.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
-            // A weight without values is one element in memory, broadcast to its shape, and so is never contiguous.
+            // A weight without values is one element in memory, broadcast to its shape, and so not contiguous.
             if hollow.is_none() && !raw.is_contiguous() {
                 return Err(Error::argument(OP, "found a weight that is not contiguous"));
             }

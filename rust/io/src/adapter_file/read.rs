@@ -138,7 +138,8 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
     Ok(Some(share))
 }
 
-/// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's share of a module ([`own`]).
+/// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's share of a module
+/// ([`own`]).
 ///
 /// `magnitudes_are_divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see
 /// [`magnitude`]). `trained_alpha` is the layer's alpha in training if the alpha in the file differs from it, otherwise

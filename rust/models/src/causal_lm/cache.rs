@@ -48,8 +48,8 @@ pub(super) struct Text {
     /// The model has processed the first `processed` tokens. Their keys and values are in `layers`, except those that a
     /// layer with a window has dropped.
     pub processed: usize,
-    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated. Some models
-    /// have other frequencies for longer texts; when the stage changes, all keys must be computed again.
+    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated. Some
+    /// models have other frequencies for longer texts; when the stage changes, all keys must be computed again.
     pub stage: usize,
     /// The keys and values of every layer. Empty before the first forward pass and after [`forget`](Self::forget).
     pub layers: Vec<LayerCache>,

@@ -32,7 +32,9 @@ pub enum NormType {
 /// [`Error::Device`] if gradients are on different devices.
 pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
     if let Some(device) = cuda_device(params) {
-        return Ok(Tensor::from_raw(&clip(GRAD_NORM, params, &device, f64::INFINITY, norm_type)?.norm()?));
+        // Nothing reads the clip factor, so any maximum will do.
+        let max_norm = f64::INFINITY;
+        return Ok(Tensor::from_raw(&clip(GRAD_NORM, params, &device, max_norm, norm_type)?.norm()?));
     }
     Tensor::new(host_norm(params, norm_type)?, &Device::Cpu)
 }
@@ -51,13 +53,15 @@ pub(super) fn clip(
     max_norm: f64,
     norm_type: NormType,
 ) -> Result<Clip> {
+    // `vectors` are gradients in long vectors, many variables in one; `unbound` are variables with separate gradients.
     let Gradients { mut vectors, unbound } = Gradients::of(params)?;
     vectors.extend(unbound.iter().filter_map(Var::grad_storage));
-    Clip::of(op, device, &vectors, norm_type == NormType::Inf, max_norm, None)
+    let (is_max, loss_scale) = (norm_type == NormType::Inf, None);
+    Clip::of(op, device, &vectors, is_max, max_norm, loss_scale)
 }
 
-/// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip` and divides them by
-/// `loss_scale`, if there is one.
+/// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip`, if there is one, and
+/// divides them by `loss_scale`, if there is one.
 pub(super) fn rescale(
     op: &'static str,
     params: &[Var],
@@ -145,10 +149,12 @@ fn reduce(grad: &Raw, norm_type: NormType) -> Result<f64> {
     })
 }
 
+/// Reduces the elements of a gradient as [`reduce`] does.
 fn reduce_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
+    // Each chunk with its sum or maximum, which a thread writes. A task gets a slice of one such pair.
     let mut chunks: Vec<(&[T], f64)> = data.chunks(CHUNK).map(|chunk| (chunk, 0.0)).collect();
-    par_chunks_mut(&mut chunks, 1, |_, one| {
-        let (chunk, part) = &mut one[0];
+    par_chunks_mut(&mut chunks, 1, |_, task| {
+        let (chunk, part) = &mut task[0];
         *part = dispatch(
             #[inline(always)]
             || match norm_type {

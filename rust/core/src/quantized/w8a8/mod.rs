@@ -13,8 +13,8 @@
 //!
 //! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
 //! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits than f32 has. A result is rounded once to its
-//! dtype; if a residual is added to the rounded result, their sum is rounded again. The backward pass ignores that x was rounded: the gradient passes the rounding unchanged (a
-//! straight-through estimator).
+//! dtype; if a residual is added to the rounded result, their sum is rounded again. The backward pass ignores that x
+//! was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
 
 #[cfg(feature = "cuda")]
 mod cuda;
