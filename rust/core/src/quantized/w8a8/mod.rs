@@ -49,8 +49,8 @@ pub(crate) struct Addends<'a> {
     pub(crate) residual: Option<&'a Raw>,
 }
 
-/// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix of int8 or e4m3 codes: the codes and the scales
-/// of [`Transposed`]. 0 if the sizes do not allow products of codes.
+/// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix of int8 or e4m3 codes: the transposed
+/// codes, and one f32 for each column. 0 if the sizes do not allow products of codes.
 pub const fn transposed_bytes(rows: usize, columns: usize) -> usize {
     if rows.is_multiple_of(MULTIPLE) && columns.is_multiple_of(MULTIPLE) { rows * columns + 4 * columns } else { 0 }
 }
