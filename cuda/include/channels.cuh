@@ -2,8 +2,8 @@
 // split, and how a block sums over its positions.
 //
 // The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece of one sample. Its threads form
-// `lines` lines of `columns` threads. A thread has WIDE neighbouring channels and every `lines`-th position of the piece. The split
-// depends only on the sizes:
+// `lines` lines of `columns` threads. A thread has WIDE neighbouring channels (a pack, 16 bytes) and every `lines`-th position of the
+// piece. The split depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
@@ -66,6 +66,7 @@ template <typename T, bool ALIGNED> struct Part {
         return (static_cast<uint64_t>(sample) * size.positions + position) * size.channels + channel;
     }
 
+    // Loads the values of the thread's channels at a position; 0 for channels that the thread does not have.
     __device__ __forceinline__ Pack<T, N> load(const T *from, uint32_t position) const {
         const T *at = from + offset(position);
         if constexpr (ALIGNED) {
@@ -77,6 +78,7 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
+    // Rounds the values of the thread's channels at a position, and stores them.
     __device__ __forceinline__ void store(T *to, uint32_t position, const Acc<T> (&values)[N]) const {
         T *at = to + offset(position);
         if constexpr (ALIGNED) {
@@ -87,8 +89,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // Calls f(positions, exists) for the thread's positions, BATCH at a time, so that their loads overlap. In the last call, exists[k] is
-    // false if positions[k] is beyond the piece.
+    // Calls f(at, exists) for the thread's positions at[0] to at[BATCH - 1], BATCH at a time, so that their loads overlap. In the last
+    // call, exists[k] is false if at[k] is beyond the piece.
     template <int BATCH, typename F> __device__ __forceinline__ void for_each(F f) const {
         if (valid == 0) return;
         const uint32_t end = size.first(piece) + size.count(piece);
@@ -108,12 +110,12 @@ template <typename T, bool ALIGNED> struct Part {
     // For a channel that does not exist, `group` is some existing group.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
-        uint32_t group = first / width, place = first % width;
+        uint32_t group = first / width, index_in_group = first % width;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             f(i, static_cast<uint64_t>(sample) * size.groups + group);
-            if (++place == width && group + 1 < size.groups) {
-                place = 0;
+            if (++index_in_group == width && group + 1 < size.groups) {
+                index_in_group = 0;
                 group++;
             }
         }
@@ -169,6 +171,7 @@ template <typename T> struct Slots {
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
+        // Several lanes only if each has more than two channels of a whole group.
         uint32_t lanes = 1;
         while (lanes < WARP && 4 * lanes < width) lanes *= 2;
         const uint32_t teams = blockDim.x / lanes, team = threadIdx.x / lanes;
@@ -207,11 +210,11 @@ template <typename A> struct Partials {
         for (uint32_t index = 0; index < tiles; index++) {
             const Tile<T> tile(size, index, tiles);
             if (tile.high <= low || tile.low >= high) continue;
-            const uint32_t width = min(high, tile.high) - max(low, tile.low);
+            const uint32_t shared_channels = min(high, tile.high) - max(low, tile.low);
             const A *start = at(size, sample, index, group, 0);
 #pragma unroll 4
             for (uint32_t piece = threadIdx.x; piece < size.pieces; piece += blockDim.x)
-                f(load_pack<2>(start + piece * 2ull), static_cast<A>(size.count(piece)) * width);
+                f(load_pack<2>(start + piece * 2ull), static_cast<A>(size.count(piece)) * shared_channels);
         }
     }
 };

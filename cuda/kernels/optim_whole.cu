@@ -5,8 +5,9 @@
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `variable`, `elements` and `step` for this block's variable. In a skipped step, the macro
-// returns from the kernel; before that, it sets the variable's gradients to 0 if bit 0 of `flags` is set.
+// Begins a kernel over whole variables: defines `variable`, `elements` and `step` for this block's variable. In a skipped step (the
+// gradients are non-finite), the macro returns from the kernel; before that, it sets the variable's gradients to 0 if bit 0 of `flags` is
+// set.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
@@ -16,8 +17,8 @@
         return;                                                                                                        \
     }
 
-// <optimizer>_<part>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. All kernels have the same
-// arguments and call BODY(elements, step, states).
+// <optimizer>_<step or observe>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. The copy is the
+// 16-bit copy of the parameters. All kernels have the same arguments and call BODY(elements, step, states).
 //   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see prodigy_estimate, or null;
 //   flags: bit 0 is set if the kernel must set the gradients to 0 after their last use, bit 1 in this kernel's first launch of a step, and
 //   bit 2 in its last launch of a step;
@@ -49,7 +50,9 @@ FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(WHOLE_ARGUMENTS) {
     follow();
+    // A step is skipped for all groups or for none.
     if (coefficients[variables[0].group].skip) return;
+    // The two sums of variable k.
     const auto sums = [&](uint64_t k) { return reinterpret_cast<const double *>(variables[k].scratch); };
     const double progress = sum_over(count, [&](uint64_t k) { return sums(k)[0]; });
     const double distance = sum_over(count, [&](uint64_t k) { return sums(k)[1]; });
@@ -71,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
         shared[RATE] = 0.0;
         return;
     }
+    // The settings that are read here are the same in all groups.
     const Settings &at = settings[variables[0].group];
     const double d0 = at.more[D0];
     double d = shared[D];

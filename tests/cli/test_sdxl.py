@@ -117,7 +117,8 @@ def test_a_run_writes_adapters_logs_previews_and_checkpoints(trained: Path) -> N
     assert names == {*expected, *(f"checkpoint-00000{n}" for n in (2, 4, 6))}
     previews = sorted(path.name for path in (trained / "samples").iterdir())
     steps = ["step-000000.png", "step-000003.png", "step-000006.png"]
-    assert previews in (["index.html", *steps], ["images", "index.html", *steps])
+    # Because there are two prompts, the folder `images` has a file for each image.
+    assert previews == ["images", "index.html", *steps]
     rows = read_json_log(trained / "train.jsonl")
     assert [row["step"] for row in rows if "validation_loss" in row] == [0, 2, 4, 6]
 
@@ -147,7 +148,7 @@ def test_an_adapter_changes_samples_unless_its_scale_is_tiny(
     run_checked(*common, *adapter, "--output", tmp_path / "adapted.png")
     run_checked(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
     base, adapted, off = (pixels(tmp_path / f"{n}.png") for n in ("base", "adapted", "off"))
-    assert base.shape == (64, 128, 3)  # 64x32 pixels, enlarged twofold
+    assert base.shape == (64, 128, 3)  # `sample` writes small images enlarged, here twofold.
     assert np.abs(off - base).max() <= 1
     assert np.abs(adapted - base).max() > 1
 
@@ -175,6 +176,7 @@ def test_merging_writes_a_checkpoint_that_predicts_the_same(
         )
         if adapter is not None:
             unet.load_adapter(adapter)
+        # One sample: 4 latent channels of 8x8, 7 text tokens of width 20.
         tc.manual_seed(0)
         latents, text = tc.randn((1, 4, 8, 8)), tc.randn((1, 7, 20))
         pooled, sizes = tc.randn((1, 12)), tc.ones((1, 6))
@@ -229,8 +231,9 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
+    # The resumed run takes three more steps; this `--steps` replaces the 100,000.
     steps = step_of(checkpoints(output)[-1]) + 3
-    # The last line is the command that continues the run.
+    # The last line is the command that continues the run. It begins with the program's name.
     advice = shlex.split(errors.splitlines()[-1])
     run_checked(*advice[1:], "--steps", steps)
     run_checked(*flags(tmp_path / "unbroken", steps, save_every=50, **extra))

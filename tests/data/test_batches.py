@@ -42,7 +42,7 @@ def test_impossible_numbers_are_rejected(numbers: tuple[int, int, int]) -> None:
         ShuffledBatches(*numbers)
 
 
-# The group of each item.
+# The group of each item. Groups 3 and 4 have no items.
 GROUPS = [0, 1, 0, 2, 1, 0, 0, 0, 1, 0, 5]
 
 
@@ -70,6 +70,7 @@ def test_groups_are_mixed_within_an_epoch() -> None:
     batches = ShuffledBatches(100, 5, seed=0, groups=groups)
     order = [groups[batches.batch(index)[0]] for index in range(20)]
     changes = sum(one != other for one, other in pairwise(order))
+    # Of 20 batches in two groups: about 10 changes if they are mixed, 1 if they are not.
     assert 5 <= changes <= 15
     # The second epoch has another order.
     assert order != [groups[batches.batch(index)[0]] for index in range(20, 40)]

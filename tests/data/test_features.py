@@ -71,6 +71,7 @@ def test_batches_hold_what_the_encoder_returned(
 ) -> None:
     pictures("a", *SIZES)
     data = load(tmp_path / "a", flip=True, crop="random", random_crops=2)
+    # The encoder gets as many images at once as have this area.
     cache, encoder = make_cache(data, tmp_path / "c", CacheOptions(kind), encode_area=2 * 64 * 64)
     cache.fill()
     after_filling = len(encoder.calls)
@@ -88,6 +89,7 @@ def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Pa
     pictures("a", *SIZES)
     first, encoder = make_cache(load(tmp_path / "a", flip=True), tmp_path / "c")
     assert str(first.fill()) == "0 found, 8 made"
+    # Four images, each also mirrored. By default, the encoder gets one at a time.
     assert encoder.calls == [1] * 8
     data = load(tmp_path / "a", flip=True)
     second, encoder = make_cache(data, tmp_path / "c")
@@ -100,8 +102,8 @@ def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Pa
 
 
 # `made` is the number of new entries; None means that the test computes it. Of the four images,
-# three are square, and their crop is the same without bucketing. Each image is in four variants of
-# colours.
+# three are square, and their crop is the same without bucketing. With `color`, each image has four
+# variants.
 @pytest.mark.parametrize(
     ("settings", "identity", "made"),
     [
@@ -261,7 +263,8 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
-    # A killed run lacks only the entries that it was encoding, had queued, or was writing.
+    # A killed run lacks only the entry that it was encoding, the one that it was writing, and up to
+    # PENDING queued ones.
     assert sum(max(0, n - 2 - kept.PENDING) for n in begun_counts) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
@@ -294,11 +297,13 @@ def test_shorter_text_features_are_extended_by_those_of_the_empty_caption(
     kind: str, tmp_path: Path
 ) -> None:
     def parts(caption: str) -> int:
+        """Return the size of a caption in words; `encode_parts` limits the sum per encoder call."""
         return len(caption.split())
 
     captions = ["a b c", "dd", "", "e ff", "dd"]
     options = CacheOptions(kind)
     cache = TextCache(encode_texts, options, {}, folder=tmp_path, encode_parts=4, parts=parts)
+    # Four of the five captions are different.
     assert cache.fill(captions).made == (0 if kind == "off" else 4)
     # The features of the empty caption are [0, 0].
     one = cache.batch(["e ff"])

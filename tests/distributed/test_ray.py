@@ -1,4 +1,7 @@
-"""Runs on a Ray cluster of two nodes with one CPU each; both nodes are on this machine."""
+"""Training with `trainable_candle.distributed.ray`, on a Ray cluster of two nodes.
+
+Both nodes are on this machine, and each has one CPU.
+"""
 
 import os
 import signal

@@ -67,9 +67,9 @@ def test_methods_that_change_shape_or_dtype_have_types() -> None:
         tc.cat([x, x], dim=1), tc.stack((x, x)), x.flip(0), x.roll(1, 0), x.repeat(2, 1),
     ]  # fmt: skip
     assert [y.shape for y in shapes[:3]] == [(4, 3), (12,), (4, 3)]
-    values, places = x.topk(2)
+    values, indices = x.topk(2)
     assert values.shape == (3, 2)
-    assert places.dtype == tc.int64
+    assert indices.dtype == tc.int64
     assert [x.to("f16").dtype, x.to(tc.bfloat16).dtype, x.half().dtype] == ["f16", "bf16", "f16"]
 
 
@@ -107,4 +107,4 @@ def test_adapters_and_averages_have_types() -> None:
     with ema:
         assert evaluate(net, tc.ones(2, 4)) >= 0
     model: tc.PeftModel = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["first"]))
-    assert len(model.parameters()) == 2
+    assert len(model.parameters()) == 2  # the two factors of LoRA on the layer `first`

@@ -37,10 +37,13 @@ def merged_weights(model: SDXLUNet) -> dict[str, np.ndarray]:
 
 def test_changes_of_several_files_are_summed(sdxl_base: Path, tmp_path: Path) -> None:
     targets = ["to_q", "ff.net.2"]
+    # Pairs of a file and its scale. Some layers are adapted in several files.
     files = [
         (write_adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=targets), 0.5),
         (
-            write_adapter(sdxl_base, tmp_path / "b.safetensors", 2, 3, target_modules="all-linear"),
+            write_adapter(
+                sdxl_base, tmp_path / "b.safetensors", 2, rank=3, target_modules="all-linear"
+            ),
             2.0,
         ),
         (write_adapter(sdxl_base, tmp_path / "c.safetensors", 3, target_modules="all-conv"), -1.0),
@@ -116,6 +119,7 @@ def test_sample_draws_with_several_adapters_and_overwrites_no_image(
     sdxl_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write_adapter(sdxl_base, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    # In a prompt, --w and --h give the size of its image, and --d the seed.
     draw = ["sample", "--model", "sdxl", "--weights", str(sdxl_base), "--steps", "1"]
     draw += ["--prompt", "a cat --w 64 --h 64 --d 3", "--prompt", "a dog --w 64 --h 32"]
     adapters = [part for path in files for part in ("--adapter", str(path))]
@@ -130,5 +134,6 @@ def test_sample_draws_with_several_adapters_and_overwrites_no_image(
         text = one.text["parameters"]  # type: ignore[attr-defined]
     assert "Seed: 3, Size: 64x64" in text
     assert "Size: 64x32" in text
+    # The file of the output exists by now.
     assert main([*draw, "--output", str(of_combined)]) == 2
     assert "which exists" in capsys.readouterr().err

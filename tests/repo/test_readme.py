@@ -60,7 +60,7 @@ def exists(name: str) -> bool:
     return True
 
 
-def test_the_example_of_lora_learns_the_other_layer() -> None:
+def test_the_example_of_lora_learns_a_change_of_the_weight() -> None:
     tc.manual_seed(0)
     names = run(blocks("README.md")[0])
     assert names["loss"].item() < 1e-3
@@ -107,6 +107,7 @@ def test_the_trainer_teaches_a_language_model_an_answer(language_model: Path) ->
         row["messages"][-1]["content"] = "no"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (language_model / "chats.jsonl").write_text(lines)
+    # The program trains on chats.jsonl in the current folder.
     names = run(blocks("docs/python.md")[2])
     model, tokenizer = names["model"], names["tokenizer"]
     assert isinstance(model, tc.models.CausalLM)
@@ -125,6 +126,7 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     names = run(blocks("docs/python.md")[1].replace("cuda", "cpu"))
     assert names["states"].shape == (1, 256, 16)
+    # Most of the 256 tokens are padding. Only `states` is computed with attention to it.
     difference = (names["states"] - names["masked"]).to("f32").abs().max()
     assert difference.item() > 0.1
 
@@ -156,6 +158,7 @@ def test_the_loop_for_many_gpus_runs_in_one_process_too() -> None:
         "loss": lambda batch: (batch * parameters["w"].to(batch.device)).sum(),
     }
     run(blocks("docs/many-gpus.md")[0].replace("auto", "cpu"), given)
+    # `w` begins as three ones. Its gradient is the batch, none of whose values is negative.
     assert parameters["w"].detach().sum().item() < 3.0
 
 

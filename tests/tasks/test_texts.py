@@ -60,16 +60,19 @@ class Bigrams:
 
 
 def examples() -> list[Tokens]:
+    """Return 8 examples of 53 random tokens in total, of which about half are learnt."""
     rng = np.random.default_rng(0)
     texts = []
     for length in (3, 12, 5, 7, 2, 9, 11, 4):
         learnt = rng.random(length) < 0.5
         learnt[0], learnt[-1] = False, True
-        texts.append(Tokens(rng.integers(0, VOCABULARY, length), learnt, (), 1))
+        ids = rng.integers(0, VOCABULARY, length)
+        texts.append(Tokens(ids, learnt, stops=(), answers=1))
     return texts
 
 
 def prepared(model: Bigrams, lines: list[str] | None = None, **settings: Any) -> PreparedTexts:
+    """Return the examples as data of a run with `model`; log lines are appended to `lines`."""
     family = SimpleNamespace(model=model, device="cpu", config=TrainConfig(**settings))
     dataset = TextDataset(examples(), Counts(), TextOptions(LENGTH), Path("texts.jsonl"))
 
@@ -119,14 +122,14 @@ def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
     in_one_batch, _ = table_after_step(rows, 1)
     row_by_row, _ = table_after_step(1, rows)
     np.testing.assert_allclose(row_by_row, in_one_batch, rtol=1e-5, atol=1e-6)
-    # With SGD and lr 1, the change of the table is minus the gradient. Compare three elements of
-    # the gradient with finite differences of the mean loss.
+    # With SGD and a learning rate of 1, the change of the table is minus the gradient. Compare
+    # three elements of the gradient with finite differences of the mean loss.
     before = Bigrams().table.detach().numpy().astype(np.float64)
-    for place in [(0, 0), (3, 5), (6, 1)]:
+    for element in [(0, 0), (3, 5), (6, 1)]:
         shifted = before.copy()
-        shifted[place] += 1e-5
+        shifted[element] += 1e-5
         slope = (mean_loss(shifted) - mean_loss(before)) / 1e-5
-        assert before[place] - in_one_batch[place] == pytest.approx(slope, abs=1e-4)
+        assert before[element] - in_one_batch[element] == pytest.approx(slope, abs=1e-4)
 
 
 def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() -> None:
@@ -141,6 +144,7 @@ def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() 
     assert f"loss {loss:.4f}" in lines[0]
     # Without the adapter, all tokens are equally likely: the perplexity is their number.
     assert f"({VOCABULARY:.2f})" in lines[0]
+    # exp(1e4) is beyond the range of floats.
     assert perplexity(1e4) == float("inf")
 
 
@@ -167,6 +171,7 @@ def test_a_text_comes_in_whole_characters_with_its_spaces() -> None:
 
 def test_a_text_ends_before_a_stop_text_and_shows_no_part_of_it() -> None:
     assert pieces("one\n\ntwo", "\n\n") == ["o", "n", "e"]
+    # A text that may begin a stop text is held back until it is certain that it does not.
     assert pieces("a\nb\n", "\n\n") == ["a", "\nb", "\n"]
     assert "".join(pieces("abcabd", "abd", "zz")) == "abc"
     assert pieces("stop", "stop") == []

@@ -23,7 +23,7 @@ def trainer_at(step: int) -> Any:
 
 def report(step: int, grad_norm: float = 1.5) -> StepReport:
     """Return the report of a step; its loss needs all 17 digits, so that rounding would show."""
-    return StepReport(step, 0.1 + 0.2, 1e-4, grad_norm, 0.25)
+    return StepReport(step, loss=0.1 + 0.2, lr=1e-4, grad_norm=grad_norm, seconds=0.25)
 
 
 def log_steps(callback: JsonLog | TensorBoardLog, start: int, end: int) -> None:

@@ -1,4 +1,4 @@
-// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers
+// Matrix products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers
 // or in shared memory, the right operand in shared memory. The permuted rows of 128 bytes in shared memory (mma.cuh) have the
 // layout that the PTX manual calls 128-byte swizzle. In each warp, accumulators and left operands in registers are distributed as
 // those of `mma.sync`. Products are asynchronous: a warp continues until it calls `wait_for_products`.
@@ -58,14 +58,15 @@ __device__ __forceinline__ void publish_to_products() {
 
 #if WARPGROUP_PRODUCTS
 
-// Returns the descriptor of an operand that begins at `address`, a multiple of 32 bytes, in a tile with rows of 64 values (128 bytes):
-// 128-byte swizzle (1 in bits 62 and 63), groups of eight rows 1024 bytes apart (bits 32 to 45, in units of 16 bytes). The hardware
-// ignores bits 16 to 29 in these products.
+// Returns the 64-bit descriptor (PTX manual, `wgmma`) of an operand that begins at `address`, a multiple of 32 bytes, in a tile with rows
+// of 64 values (128 bytes): 128-byte swizzle (a field of value 1, bits 62 and 63), groups of eight rows 1024 bytes apart (bits 32 to
+// 45, in units of 16 bytes). The hardware ignores bits 16 to 29 in these products.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The accumulators as operands of `asm`: those of the 8 or 16 columns from column 8 * n on, or of all 32, 64 or 128 columns.
+// The accumulators as operands of `asm`: ACCUMULATORS has those of the 8 columns from column 8 * n on, ACCUMULATORS_16 those of 16 columns.
+// The others have those of all 32, 64 or 128 columns. `sum[n]` has a thread's four accumulators in columns 8 * n to 8 * n + 7.
 #define ACCUMULATORS(sum, n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
 #define ACCUMULATORS_16(sum, n) ACCUMULATORS(sum, n), ACCUMULATORS(sum, n + 1)
 #define ACCUMULATORS_32(sum) ACCUMULATORS_16(sum, 0), ACCUMULATORS_16(sum, 2)

@@ -18,7 +18,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     """Print the report, and return the exit status: 0 if nothing is wrong, else `FAULTY`."""
     given = make_parser(program).parse(arguments)
 
-    from trainable_candle.doctor import main  # noqa: PLC0415 - after the flags are parsed
+    # Imported after the flags are parsed, so that --help does not wait for the import.
+    from trainable_candle.doctor import main  # noqa: PLC0415
 
     return 0 if main(Path(given.get("output", ".")).expanduser()) else FAULTY
 

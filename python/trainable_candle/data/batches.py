@@ -76,9 +76,10 @@ class ShuffledBatches:
         epoch = _last(lambda epoch: self.first_batch(epoch) <= index)
         position = index - self.first_batch(epoch)
         order = self._order(epoch)
-        number = int(order[position])
-        group = self._groups[number]
-        earlier = self._batches_before(group, epoch) + int((order[:position] == number).sum())
+        group_index = int(order[position])
+        group = self._groups[group_index]
+        # The number of earlier batches of this group.
+        earlier = self._batches_before(group, epoch) + int((order[:position] == group_index).sum())
         return group.members(earlier * self._batch_size, self._batch_size)
 
     def first_batch(self, epoch: int) -> int:
@@ -143,6 +144,7 @@ class _Group:
         return np.concatenate(parts)
 
     def _occurrences_before(self, epoch: int) -> int:
+        """Return how often the items occur in all epochs before this one, in total."""
         return int(self._counts_before(epoch).sum())
 
     def _counts_before(self, epoch: int) -> npt.NDArray[np.int64]:

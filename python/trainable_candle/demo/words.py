@@ -2,7 +2,7 @@
 
 A message is a task and a word, for example `upper: clavo`; the answer is what the task makes of the
 word, here `CLAVO`. Words are random syllables. A hash assigns each word to one of two parts: models
-are trained on one part and judged on the other.
+are trained on one part and judged on the other, the held-out part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HELD_OUT: Final = 8
 
 
 def _pig(word: str) -> str:
-    start = next(place for place, letter in enumerate(word) if letter in _VOWELS)
+    start = next(index for index, letter in enumerate(word) if letter in _VOWELS)
     return f"{word[start:]}{word[:start]}ay"
 
 

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 class Saver:
     """Writes one checkpoint at a time in the background, complete or not at all.
 
-    Training waits for the copies to host memory, and for the previous checkpoint if that is not
-    written yet. So host memory holds the copies of one checkpoint at a time.
+    Training waits until the values are copied to host memory, and before that until the previous
+    checkpoint is written. So host memory holds the copies of one checkpoint at a time.
     """
 
     def __init__(self) -> None:
         self._writer = BackgroundWriter("checkpoints")
         self._draft: Draft | None = None
+        """The checkpoint begun last, in a temporary folder until it is complete."""
 
     def begin(
         self,

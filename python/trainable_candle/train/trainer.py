@@ -42,7 +42,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 MAX_SKIPPED: Final = 50
 """A run fails after this many skipped steps in a row.
 
-They divide the loss scale by 2**50 if the scaler has its default `backoff_factor`, 0.5.
+These steps divide the loss scale by 2**50 if the scaler has its default `backoff_factor`, 0.5.
 """
 
 
@@ -162,7 +162,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first batch of a step clears the gradients, so its passes are a graph of their own.
+        # A shape has up to two graphs: the first batch of a step clears the gradients, others add.
         graphs_per_shape = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * graphs_per_shape)
         self._batches_used = 0
@@ -179,7 +179,7 @@ class Trainer(Generic[Batch]):
             count=count,
         )
         self._ready: list[BatchInputs] | None = None
-        """The inputs of the next step, if they are made already."""
+        """The inputs of the next step, if `_make_ready` has made them already."""
         self._scheduler = scheduler
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
@@ -314,7 +314,7 @@ class Trainer(Generic[Batch]):
         return math.fsum(batch.share * loss for batch, loss in zip(batches, losses, strict=True))
 
     def _take(self) -> list[BatchInputs]:
-        """Return the inputs of the next step, which may be ready."""
+        """Return the inputs of the next step; make them if they are not ready."""
         ready, self._ready = self._ready, None
         return self._step_inputs.of_step(self._batches_used) if ready is None else ready
 
@@ -336,7 +336,7 @@ class Trainer(Generic[Batch]):
         try:
             return self._passes(batches)
         except OutOfMemoryError:
-            if not self._graphs.stop():
+            if not self._graphs.stop():  # Without graphs, nothing can be freed.
                 raise
         # Try again without the memory of graphs; the first batch clears the gradients.
         return self._passes(batches)
@@ -353,7 +353,7 @@ class Trainer(Generic[Batch]):
         if first:
             self.optimizer.zero_grad()
         loss = self._loss(inputs)
-        term = loss
+        term = loss  # its part in the loss of the step
         if self._weigh is not None:
             term = loss * inputs[SHARE]
         elif self._step_inputs.batches_in_step > 1:

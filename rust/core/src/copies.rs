@@ -18,7 +18,7 @@ pub(crate) struct Copies {
     entries: SmallVec<[Entry; 1]>,
     /// If the variable is part of a flat buffer: the vectors that contain the copies, and the variable's offset in each
     /// of the vectors, in elements.
-    part: Option<(Arc<FlatCopies>, usize)>,
+    place_in_flat: Option<(Arc<FlatCopies>, usize)>,
 }
 
 struct Entry {
@@ -32,7 +32,7 @@ impl Copies {
     /// buffer ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer. Copies
     /// that exist already keep their storage.
     pub(crate) fn allocate_in(&mut self, flat: Arc<FlatCopies>, start: usize) {
-        self.part = Some((flat, start));
+        self.place_in_flat = Some((flat, start));
     }
 
     /// The copy in `dtype`, brought up to date with `values`, the variable's values at `version`.
@@ -41,7 +41,7 @@ impl Copies {
             entry.update(values, version)?;
             return Ok(entry.raw.clone());
         }
-        let raw = match &self.part {
+        let raw = match &self.place_in_flat {
             Some((flat, start)) => {
                 let vector = flat.vector(dtype, values)?;
                 let raw = vector.narrow(0, *start, values.elem_count())?.reshape(values.shape())?;

@@ -42,7 +42,8 @@ expected!(
 /// The argument for a parameter of type `T`, or a description of an argument that is no `T`.
 pub struct Argument<T>(std::result::Result<T, Wrong>);
 
-/// What is wrong with an argument. Each variant holds the description that follows "lr is" in the error.
+/// What is wrong with an argument. Each variant holds the description that follows "is" in the error, which says for
+/// example "Lion: lr is a value of type list, expected a number".
 enum Wrong {
     /// A value of another type: "a value of type list".
     Type(String),

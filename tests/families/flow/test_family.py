@@ -120,9 +120,9 @@ def test_captions_that_are_too_long_give_a_note_until_they_are_cached(
 
 def test_every_model_has_a_resolution(name: str, base: Path) -> None:
     resolution = tc.inspect(base).resolution
-    if name == "sd3":  # Its transformer has a resolution.
+    if name == "sd3":  # The configuration of its tiny transformer has a `sample_size`.
         assert resolution
-    else:
+    else:  # The resolution is that of the published model.
         assert resolution == 1024
 
 
@@ -130,6 +130,7 @@ def test_every_model_has_a_resolution(name: str, base: Path) -> None:
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
 ) -> None:
+    # The default format of some families cannot hold the other kinds.
     given: dict[str, Any] = {} if adapter in {"lora", "dora"} else {"format": "peft"}
     if adapter == "oft":
         given["rank"] = TrainConfig.rank  # OFT accepts only the default.
@@ -232,6 +233,7 @@ def test_flux_takes_the_guidance_scale_but_no_negative_prompt(
     with pytest.raises(ConfigError, match="--negative-prompt has no effect on Flux"):
         train_adapter(config)
     task = families.load("flux", flux_base, "f32", "cpu")
+    # The message names the model after its folder, `base`.
     with pytest.raises(ConfigError, match="the negative prompt has no effect on base, which"):
         task.draw(["x"], SampleOptions(steps=2, size=(16, 16), negative_prompt="y"))
     drawn = [task.draw(["x"], SampleOptions(steps=2, size=(16, 16), guidance=scale))

@@ -1,4 +1,5 @@
-// The backward pass of attention to few keys. ../backward.cuh has the formulas and defines P, dP and dS.
+// The backward pass of attention to few keys, for compute capability 9.0. few_keys.cuh says how blocks and their two groups of warps share
+// the work, and defines the tiles, offsets and barriers. ../backward.cuh has the formulas and defines P, dP and dS.
 #pragma once
 
 #include "few_keys.cuh"
@@ -18,7 +19,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
 
-    // `dq` and `parts` may be null; what is null is not written.
+    // The work of a group. `log_sums` is the result of the forward pass, (heads of all samples, queries). `dq` and `parts` may be null;
+    // what is null is not written.
     __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
@@ -33,6 +35,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             const uint32_t k = shared + KEYS + keys.stage * 2 * KEY_BYTES, v = k + KEY_BYTES;
             const float *const bases = log_sums + uint64_t(task.index) * shape.queries;
             float dk[SUM] = {}, dv[SUM] = {};
+            // The stage of the previous step.
             uint32_t last = 0;
             barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
             for (uint32_t step = span.begin; step < span.end; step++) {
@@ -56,6 +59,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 set_beyond_keys(weights, 0.0f);
                 wait_for_products<0>();
                 products_are_ready(scores);
+                // A thread has elements of two rows, so `base` and `delta` have a number for each.
                 float delta[2] = {};
 #pragma unroll
                 for (int i = 0; i < SUM; i++) delta[i / 2 % 2] += weights[i] * scores[i];
@@ -100,8 +104,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             keys.advance();
 #pragma unroll
             for (int i = 0; i < SUM; i++) dk[i] *= factor;
-            // Along the sequence of steps, neither the index of the head nor the index of the block falls. So their sum is different for
-            // each pair of a head and a block that has steps of the head.
+            // Each pair of a head and a block that has steps of the head has its own part, at the sum of both indices. From one pair to the
+            // next along the sequence of steps, at least one index rises and none falls, so no two sums are equal.
             add_groups(group, dk, dv, parts == nullptr ? nullptr : parts + uint64_t(span.item + blockIdx.x) * PART);
         }
     }
@@ -110,7 +114,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // dk, the second the two dv; each gets the sum of the other group through shared memory.
     __device__ __forceinline__ void add_groups(int group, const float (&dk)[SUM], const float (&dv)[SUM], float *part) const {
         const uint32_t own = shared + OWN + group * OWN_BYTES + threadIdx.x % WARPGROUP * 4;
-        const uint32_t others = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
+        const uint32_t other_groups = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
 #pragma unroll
         for (int i = 0; i < SUM; i++)
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + i * WARPGROUP * 4), "f"(group == 0 ? dv[i] : dk[i]) : "memory");
@@ -120,7 +124,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
 #pragma unroll
             for (int i = 0; i < SUM; i++) {
                 float other;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(others + i * WARPGROUP * 4) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(other_groups + i * WARPGROUP * 4) : "memory");
                 part[(key + i / 4 * 8 + i % 2) * D + column + i / 2 % 2 * 8] = (group == 0 ? dk[i] : dv[i]) + other;
             }
         }
@@ -135,11 +139,13 @@ __device__ __forceinline__ void few_keys_finish(const float *parts, T *dk, T *dv
                                                 const AttentionShape &shape, const Schedule &schedule) {
     constexpr int D = FewKeysBackward<T>::D;
     const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, column = index % (D / 4) * 4, key = index / (D / 4) % FEW_KEYS;
+    // An item is a head of a sample.
     const uint32_t item = index / (D / 4) / FEW_KEYS;
     T *const to = blockIdx.y == 0 ? dk : dv;
     if (to == nullptr || item >= schedule.items || key >= shape.keys || column >= shape.width) return;
     const Strides &strides = blockIdx.y == 0 ? dk_strides : dv_strides;
     const Task task(item, 1, shape.heads);
+    // The first and the last block that have steps of the head.
     const uint32_t first = schedule.owner(item * schedule.steps), last = schedule.owner((item + 1) * schedule.steps - 1);
     parts += (blockIdx.y * FEW_KEYS + key) * D + column;
     float4 sum = {};

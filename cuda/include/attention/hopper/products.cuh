@@ -53,7 +53,9 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
 // arguments are the lower halves of their descriptors. A_ACROSS is 1 if the product sums over the rows of the tile of `a`, and 0 if it sums
 // over the columns; B_ACROSS says the same of `b`.
 // multiply_held computes sum += a @ b with `a` in registers; it sums over the rows of the tile of `b`.
-// The parameters A to F of the macro are the numbers of the `asm` operands after the accumulators.
+// The parameters A to F of the macro are the numbers of the `asm` operands after the accumulators. The last numbers of an instruction are
+// whether it adds to the sum, the signs of `a` and `b` (1: not negated), and, for each operand in shared memory, A_ACROSS or B_ACROSS. In
+// multiply_first, the predicate `add` (0 != 0) is false, so the instruction overwrites the sum.
 #define HOPPER_PRODUCTS(type, dtype, columns, SUMS, REGISTERS, A, B, C, D, E, F)                                                   \
     template <int A_ACROSS, int B_ACROSS>                                                                                          \
     __device__ __forceinline__ void multiply_first(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                      \
@@ -145,8 +147,8 @@ template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint
 // The index of this thread's warpgroup in the block.
 __device__ __forceinline__ int warpgroup() { return int(uniform(threadIdx.x / WARPGROUP)); }
 
-// Both arrive at named barrier `barrier`, which `threads` threads of the block share. `group_sync` then waits until all of these threads
-// have arrived; `group_arrive` does not wait.
+// `group_sync` and `group_arrive` arrive at named barrier `barrier`, which `threads` threads of the block share. `group_sync` then waits
+// until all of these threads have arrived; `group_arrive` does not wait.
 __device__ __forceinline__ void group_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-//! Reductions and cumulative sums.
+//! Reductions and cumulative sums on the CPU.
 //!
 //! Sums are computed in f32 (f64 for f64); results do not depend on the number of threads. A reduction over no
 //! dimensions copies the tensor, whatever its dtype.
@@ -93,6 +93,7 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     let [outer, n, inner] = outer_n_inner(x.dims(), dim);
     dispatch_float!(x.dtype(), OP, T => read1(OP, &x, |(storage, layout)| {
         let x = elements::<T>((storage, layout))?;
+        // The elements, which the sums replace. As (outer, n, inner): n rows of `inner` columns for each outer index.
         let mut result = x[..outer * n * inner].to_vec();
         let shared = SharedMut::new(&mut result);
         // A task computes the sums of up to TILE columns of one outer index.
@@ -186,8 +187,8 @@ pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]
     merged
 }
 
-/// Reduces contiguous elements over the [`groups`] that are marked as reduced, the last group first. Divides the
-/// results by `divisor`, then rounds them.
+/// Reduces contiguous elements over those [`groups`] (merged dimensions) that are marked as reduced, the last one
+/// first. Divides the results by `divisor`, then rounds them.
 fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize); 6]>, divisor: f64) -> Vec<T> {
     let mut result: Option<Vec<T::Acc>> = None;
     while let Some(last) = groups.iter().rposition(|&(is_reduced, _)| is_reduced) {

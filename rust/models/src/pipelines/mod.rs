@@ -103,7 +103,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// Whether this library writes files with this section.
+    /// Whether this library writes files with this section. It writes no GGUF files, whose names are llama.cpp's.
     pub fn is_written(&self) -> bool {
         self.naming != Naming::LlamaCpp
     }
@@ -202,6 +202,7 @@ impl Part {
         let unnumbered = names.kohya.strip_suffix('1').map(|name| format!("{name}_"));
         let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
         let comfyui = names.comfyui.map(|name| format!("{name}."));
+        // OneTrainer names the denoiser after its folder.
         let is_in_onetrainer = self.role == Role::Denoiser && !self.subfolder.is_empty();
         let onetrainer = is_in_onetrainer.then(|| format!("lora_{}_", self.subfolder));
         let kohya = Some(format!("{}_", names.kohya));
@@ -218,6 +219,7 @@ impl Place {
     /// Finds the place of a model by its kind and configuration, for files that do not state the place. None if the
     /// configuration fits no place.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
+        // Whether the configuration has all values of the published model.
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
@@ -231,6 +233,7 @@ impl Place {
     pub fn names(self, model: &dyn Model) -> PartNames {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();
+        // The `sample_size` of other parts does not tell the denoiser's resolution.
         let side = config.get("sample_size").and_then(Value::as_u64).filter(|_| self.part.role == Role::Denoiser);
         let of_size = self.pipeline.sizes.iter().find(|(fits, _)| fits(&config)).map(|&(_, architecture)| architecture);
         let base = self.pipeline.base.map(|base| BaseModel {
@@ -265,6 +268,7 @@ pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
 /// models of several kinds, the first of these kinds is loaded. In a pipeline of several models, that is the denoiser.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut parts: Vec<&Part> = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).collect();
+    // `false` comes before `true`, and equal keys stay in their order.
     parts.sort_by_key(|part| part.role != Role::Denoiser);
     let mut kinds: Vec<&ModelKind> = Vec::new();
     for part in parts {

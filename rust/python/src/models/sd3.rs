@@ -54,6 +54,7 @@ impl SD3Transformer {
             let conditions = SD3Conditions { encoder_hidden_states: text, pooled_projections: pooled, timestep };
             self.0.forward(x, conditions)
         };
+        // `detached` releases Python's global interpreter lock; it has nothing to do with gradients.
         detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
     }
 }

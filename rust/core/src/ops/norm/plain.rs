@@ -1,6 +1,8 @@
-//! The plain forms of norms, and frozen inputs for their test cases.
+//! The plain forms of norms: their definitions in basic operations, with which tests compare the fused operations. Also
+//! makes frozen inputs for these test cases.
 //!
-//! Each plain form gets the inputs of a test case: the tensor to normalise, then the scale and the shift, if any.
+//! Each plain form gets the inputs `x` of a test case: the tensor to normalise `x[0]`, the scale `x[1]` and the shift
+//! `x[2]`. The shift may be missing, or both.
 
 use crate::{Result, Tensor};
 
@@ -21,6 +23,7 @@ pub(super) fn rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
 pub(super) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
     let dims = x[0].dims();
     let split = x[0].reshape((dims[0], dims[1], groups, dims[2] / groups))?;
+    // Only `split` is given, so `layer_norm` applies neither scale nor shift.
     let normalised = layer_norm(&[split], &[1, 3], eps)?.reshape(x[0].shape().clone())?;
     affine(&normalised, x)
 }

@@ -1,6 +1,6 @@
 //! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In double-stream
-//! blocks, image and text tokens have separate weights. In single-stream blocks, they have the same weights. In both
-//! kinds of blocks, every token attends to all image and text tokens. The layers have diffusers' names. Follows
+//! blocks, image tokens have other weights than text tokens. In single-stream blocks, both have the same weights. In
+//! blocks of both kinds, every token attends to all image and text tokens. The layers have diffusers' names. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580>
 //! and
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.

@@ -1,4 +1,6 @@
-//! The launch of an elementwise optimizer's step. It updates pieces of variables (runs of consecutive elements).
+//! Launches the CUDA kernels of elementwise optimizers, which update each element independently of the others. The
+//! variables are cut into pieces (runs of consecutive elements). One block of threads updates a piece, or one warp if
+//! the states are 8-bit.
 
 use candle_core::DType;
 use trainable_candle_core::cuda::Gpu;
@@ -29,11 +31,15 @@ pub fn step(
     zero_grads: bool,
 ) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
-    // All elementwise kernels take the arguments of Adam's kernels.
+    // All elementwise kernels take the arguments of Adam's kernels. The group indices in the table are relative to
+    // `first_group`, so coefficients and settings are passed from this group on.
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);
+    // Null for a state that the optimizer does not have.
     let state = |index: usize| optional_output(op, states.get(index));
+    // Only variables that are rounded stochastically have `firsts`: the kernel draws the random bits of an element by
+    // the element's number, and `firsts` has the number of each piece's first element.
     if let Some(firsts) = &table.firsts {
         let (settings, firsts) = (groups.settings_from(op, usize::from(table.known.first_group))?, input(op, firsts)?);
         // SAFETY: there are coefficients and settings for all groups of the table, and states for all its pieces.
@@ -92,9 +98,10 @@ pub fn step(
     }
 }
 
-/// Returns the shape of a launch with at most as many blocks of threads as the device runs at a time (`BLOCKS` per
-/// multiprocessor). The warps of these blocks take the pieces in turn.
+/// Returns the shape of a launch over `pieces` pieces with 8-bit states. The launch has at most as many blocks of
+/// threads as the device runs at a time. The warps of these blocks take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
+    /// The number of blocks that a multiprocessor runs at a time (`BLOCKS` in `cuda/kernels/optim_8bit.cu`).
     const BLOCKS: usize = 3;
     /// The number of warps (of 32 threads) of a block.
     const WARPS: usize = THREADS as usize / 32;
