@@ -22,6 +22,7 @@ COMMITTED = PACKAGE / "_core.pyi"
 OPTIMIZERS = PACKAGE / "optim" / "kinds.pyi"
 FOLDER = Path(os.environ["CARGO_TARGET_DIR"]) / "stubs"
 GENERATED = FOLDER / "trainable_candle" / "_core.pyi"
+# The extension, which `generate` builds.
 LIBRARY = FOLDER.parent / "maturin" / "lib_core.so"
 
 
@@ -70,11 +71,11 @@ def with_composed_methods(source: str) -> str:
     start = source.index("class Tensor(")
     place = source.index("def device(self, /) -> str:", start)
     source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)
-    first = source.index("from ")
-    names = "from trainable_candle._device import device as Device\n"
-    names += "from trainable_candle._in_place import VarMethods\n"
-    names += "from trainable_candle._methods import ComposedMethods\n"
-    return source[:first] + names + source[first:]
+    first = source.index("from ")  # the first import
+    imports = "from trainable_candle._device import device as Device\n"
+    imports += "from trainable_candle._in_place import VarMethods\n"
+    imports += "from trainable_candle._methods import ComposedMethods\n"
+    return source[:first] + imports + source[first:]
 
 
 def generate(tree: Path) -> str:

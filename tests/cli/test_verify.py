@@ -50,6 +50,7 @@ def test_a_good_file_is_reported_with_status_0(
         ),
         # This layer has the width 1280.
         (lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q"), "do not fit a weight"),
+        # ComfyUI does not know diffusers' names of attention projections.
         (
             lora("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
             "ComfyUI applies 0; 1 not: it does not know this key",
@@ -162,7 +163,7 @@ def test_an_adapter_of_a_language_model_is_good_if_peft_applies_it(
 ) -> None:
     layer = "model.layers.0.self_attn.o_proj"
     model = tc.models.CausalLM.from_pretrained(find("causal-lm").default_weights())
-    width, _ = dict(model.named_tensors())[f"{layer}.weight"].shape
+    width, _ = dict(model.named_tensors())[f"{layer}.weight"].shape  # a square matrix
     down, up = tc.ones((2, width)), tc.ones((width, 2))
     module = "lora_lm_" + layer.replace(".", "_")
     file = tmp_path / "a.safetensors"

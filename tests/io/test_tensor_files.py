@@ -98,7 +98,8 @@ def test_offsets_that_do_not_fit_the_data_are_rejected(
 
 
 # A safetensors file begins with its header's length in little-endian order. These lengths begin
-# with the bytes of a pickle of protocol 2 to 5: 0x80 and the protocol's number.
+# with the bytes of a pickle of protocol 2 to 5: 0x80 and the protocol's number. The third byte is 1
+# or 2. With zeros after the first two bytes, the file would not look like a pickle.
 @pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580], ids=hex)
 def test_a_header_length_with_the_bytes_of_a_pickle_is_accepted(tmp_path, length):
     path = tmp_path / "file.safetensors"

@@ -13,6 +13,7 @@ from trainable_candle.nn.functional import mse_loss
 
 from .conftest import GOLDEN, assert_near, distance, metadata, relative_error, weights_of
 
+# Inputs of diffusers' tiny UNet, a batch of three samples, and its output.
 CASE = tc.load_file(GOLDEN / "unet_forward.safetensors")
 INPUTS = ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids")
 ADAPTER_CASES = ["dora_attention", "lora_all_linear"]

@@ -11,6 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+# The workspace's version, and the version in which the workspace requires its crate `a`.
 MANIFEST = '[workspace.package]\nversion = "1.2.3"\na = { path = "a", version = "1.2.3" }\n'
 CHANGELOG = (
     "# Changelog\n\n## [1.2.3] - 2026-01-02\n\n- One.\n\n## [1.2.2] - 2025-01-02\n\n- Two.\n"

@@ -99,6 +99,7 @@ def test_text_that_is_not_utf_8_is_rejected() -> None:
 def test_checks_reject_exactly_the_formats_that_the_writer_rejects(
     sdxl_base: Path, tmp_path: Path, form: str, kind: str, side: str | None, parts: int
 ) -> None:
+    # The parts of the pipeline that get adapters.
     names = ("unet", "text_encoder", "text_encoder_2")[:parts]
     models = [tc.models.load(sdxl_base, subfolder=name) for name in names]
     targets = ["attn2.to_q", "q_proj"]
@@ -157,6 +158,7 @@ def rejects(action: Callable[[], object]) -> bool:
 def test_settings_that_do_not_suit_the_model_are_rejected_before_images_are_read(
     config: TrainConfig, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    # `config` trains the model of digits.
     without_images = config.with_(dataset=str(tmp_path / "missing"), **settings)
     with pytest.raises((ConfigError, FileNotFoundError), match=message):
         train_adapter(without_images, progress=False, report=lambda _: None)

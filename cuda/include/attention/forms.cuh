@@ -12,8 +12,8 @@
 // All of these parameters but the last depend on whether four warps multiply tiles together, as a warpgroup (warpgroup.cuh), or each warp
 // multiplies alone.
 
-// The class of the rows of a block's own tile, which are the left operand of its products. With warpgroups, products read these rows from
-// shared memory; otherwise registers hold them.
+// The class of the rows of a block's own tile, which are the left operand of its products: `ROWS` rows of `D` elements, the width of a
+// head, with 16 * `M` rows for each warp. With warpgroups, products read these rows from shared memory; otherwise registers hold them.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
 // The forward pass for widths up to 64: the number of keys in a tile, and the number of blocks that a multiprocessor must have room for.
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;

@@ -93,6 +93,7 @@ def run(
         OSError: the folder cannot be written.
         ConfigError: the folder has checkpoints of a run that is no demo.
     """
+    # Real images. The LoRA learns from `train`, the judge from `held_out`; `train` tests the judge.
     train, held_out = digits.split(digits.load())
     judge = Judge(held_out)
     config = configuration(output, seed=seed, threads=threads)
@@ -147,14 +148,14 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
     )
 
 
-def write_dataset(pictures: digits.Digits, folder: Path) -> None:
+def write_dataset(images: digits.Digits, folder: Path) -> None:
     """Write images as PNG files, each with its caption in a `.txt` file beside it.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    labelled = zip(digits.to_grey(pictures.pixels), pictures.labels, strict=True)
+    labelled = zip(digits.to_grey(images.pixels), images.labels, strict=True)
     for number, (grey, label) in enumerate(labelled):
         path = folder / f"{number:03d}.png"
         save_png(Image.fromarray(grey), path)

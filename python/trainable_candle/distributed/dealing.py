@@ -82,7 +82,7 @@ def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
             if size >= _PIECE:
                 break
         messages = group.exchange(b"".join(parts))
-        if not any(messages):
+        if not any(messages):  # No process has contents left.
             return
         for message in messages:
             yield from _split(message)

@@ -28,6 +28,7 @@ class InterruptGuard:
         self.signal: signal.Signals | None = None
         """The signal that was received in the context."""
         self._previous: dict[signal.Signals, Any] = {}
+        """The handlers from before the context."""
 
     def __enter__(self) -> Self:
         """Take over the two signals."""

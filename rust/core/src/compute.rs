@@ -91,7 +91,7 @@ fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
 }
 
-/// Computes [`cpu::write_products`] on the device of the operands.
+/// Computes [`cpu::write_products`] on the device of the operands: the products a · b of `terms`, each [dst, a, b].
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     on_device!(
         device_of(terms.iter().map(|&[dst, ..]| dst)),
@@ -114,6 +114,7 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     if is_done {
         return Ok(());
     }
+    // Terms of `write_products`: [dst, a, b].
     let hidden: Vec<_> = terms.iter().map(|(term, _)| [&term.hidden, &term.input, &term.down]).collect();
     let sums: Vec<_> = terms.iter().map(|(term, dst)| [dst, &term.hidden, &term.up]).collect();
     write_products(&hidden, scale_hidden, false)?;
@@ -178,7 +179,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
         device_of(parts.iter().copied()),
         cuda => crate::cuda::cat(parts, dim),
         cpu => {
-            // For a single tensor candle returns the tensor itself.
+            // For a single tensor candle returns the tensor itself, but the result must have its own storage.
             if let [part] = parts {
                 return copy(part);
             }

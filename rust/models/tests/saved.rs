@@ -60,6 +60,7 @@ fn check_adapter(
             let start = saved_bytes();
             let result = run().unwrap();
             let kept = (saved_bytes() - start) as f64;
+            // The second number would be that of values offloaded to host memory.
             let [on_device, _] = Saved::values(model, &config, policy.into(), size).unwrap();
             let estimated = (BYTES_PER_VALUE * batch * on_device) as f64;
             drop(result);
@@ -72,6 +73,7 @@ fn check_adapter(
             assert!(fits, "{} {target} {policy:?}: estimated {estimated} bytes, kept {kept}", model.class_name());
         }
         check_first_blocks(&config, model, size, batch, &run);
+        // The next target gets an adapter of its own.
         set.set_enabled(false);
     }
 }
@@ -99,7 +101,9 @@ fn check_first_blocks(
         let kept = (saved_bytes() - start) as f64;
         drop(result);
         let name = model.class_name();
-        // For all blocks, the estimate also counts what the layers after the blocks keep.
+        // The estimate must not rise if more blocks are recomputed, except if all are. Then it adds the values that the
+        // layers after the blocks keep to the values of recomputed blocks, although the backward pass frees the former
+        // before it recomputes blocks.
         let does_not_rise = estimated <= previous || count == all;
         assert!(
             does_not_rise,

@@ -11,12 +11,14 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-# Byte offsets of the f16 scales in a block.
+# Byte offsets of the f16 scales in a block: the scale of the codes, and in formats with two offsets
+# also that of the minima.
 SCALE_OFFSETS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-# The smallest and the largest scales, both signs, and ordinary scales.
+# 6e-8 is the smallest f16, -6e-5 is subnormal, ±65504 are the largest, and the last two are
+# ordinary scales.
 SCALE_VALUES = np.array([6e-8, -6e-5, 65504.0, -65504.0, 0.0, -0.0, 0.0123, -0.0371], np.float16)
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     """Write the file."""
     random = np.random.default_rng(0)
     found = {}
+    # Each row is two blocks of 32. The cube gives blocks a few weights much larger than the others.
     weights = (random.normal(0, 0.05, (4, 64)) ** 3).astype(np.float32)
     weights[1, :32] = 0  # a block of zeros
     # A block whose largest magnitude is that of a negative weight.
@@ -38,7 +41,7 @@ def main() -> None:
         for offset in offsets:
             scales = random.permutation(SCALE_VALUES)[: len(blocks)]
             blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-        blocks = blocks.reshape(2, -1)
+        blocks = blocks.reshape(2, -1)  # a matrix of two rows
         found[f"{name.lower()}.blocks"] = blocks
         found[f"{name.lower()}.values"] = dequantize(blocks, kind)
         if name in {"Q4_0", "Q8_0"}:

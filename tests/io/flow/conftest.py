@@ -19,7 +19,8 @@ from trainable_candle.models import (
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The inputs that every transformer has, and those of SD3 and Flux with a pooled text embedding.
+# The names of the inputs that every transformer has; and those of SD3 and Flux, which also have a
+# pooled text embedding.
 UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
 POOLED = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
@@ -52,7 +53,7 @@ class Family(NamedTuple):
     layer: str = "transformer_blocks.0.attn.to_q"
     """The name of a linear layer in the transformer."""
     native: tuple[str, ...] = ()
-    """Patterns of layers that ComfyUI knows only by their original names."""
+    """Patterns of layers that ComfyUI knows only by their original names, not by diffusers'."""
 
     @property
     def folder(self) -> Path:
@@ -73,7 +74,10 @@ class Family(NamedTuple):
         return model(**self.golden_inputs()).numpy()
 
     def pipeline(self, folder: Path) -> Path:
-        """Make a pipeline's folder with only the transformer; `verify_adapter` reads its sizes."""
+        """Make a pipeline's folder, from which `verify_adapter` reads the transformer's sizes.
+
+        The folder has no other part.
+        """
         folder.mkdir(exist_ok=True)
         (folder / "transformer").symlink_to(self.folder)
         return folder

@@ -34,6 +34,8 @@ def slices(family: Family) -> Slices:
     return found
 
 
+# The default format, None, is diffusers' for these models. Kinds that a format cannot represent or
+# ComfyUI does not apply are left out, such as an OFT that rotates inputs, which only peft reads.
 @pytest.mark.parametrize(
     ("format", "kind"),
     [("comfyui", kind) for kind in KINDS if kind != "oft_inputs"]
@@ -50,6 +52,7 @@ def test_comfyui_merges_the_same_weights(
     linear = {name for name, value in base.items() if name.endswith(".weight") and value.ndim == 2}
     assert linear <= {f"{layer}.weight" for layer in slices}
     path = tmp_path / "adapter.safetensors"
+    # The default format has diffusers' names, by which ComfyUI does not know these layers.
     exclude = [] if format else list(family.native)
     attach(model, kind, exclude_modules=exclude).save(path, format=format)
     tensors = {name: tensor.numpy() for name, tensor in tc.load_file(path).items()}

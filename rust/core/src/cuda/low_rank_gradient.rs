@@ -56,7 +56,7 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
     while !gradients.is_empty() {
         let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_TILES));
         gradients.retain(|(index, gradient)| {
-            // No two products of a launch may add to the same sum.
+            // No two products of a launch may add to the same sum, because their blocks run at once, without atomics.
             let fits = list.len() + gradient.tiles.len() <= MOST_TILES && sums.insert(gradient.tiles[0].sum);
             if fits {
                 list.extend_from_slice(&gradient.tiles);
@@ -89,7 +89,8 @@ impl<'a> Gradient<'a> {
         let plan = Plan::of(OP, a, b)?;
         check_destination(OP, &plan, sum, dtype)?;
         same_device(OP, sum, &[a, b])?;
-        // Both matrices have a row for each of the `plan.k` summands, so the left matrix is the transpose of `a`.
+        // The kernel takes two matrices that have a row for each of the `plan.k` summands: the transpose of `a`, whose
+        // strides are those of `a` exchanged, and `b`.
         let (&[m, n], Some(a_row), Some(b_row)) = (
             &[plan.m, plan.n],
             row_distance([a.stride()[1], a.stride()[0]]),
@@ -123,6 +124,7 @@ impl<'a> Gradient<'a> {
             rank_step,
             column_step,
             scale: *alpha as f32,
+            // Padding.
             unused: 0,
         };
         Ok(Some(Self { sum, dtype, tiles: (0..ranks).step_by(RANKS).map(tile).collect() }))
@@ -136,7 +138,7 @@ impl<'a> Gradient<'a> {
 
 /// Queues one launch for `tiles`, of which there are at most [`MOST_TILES`].
 fn launch(gpu: &Gpu, dtype: DType, tiles: &[LowRankFactor]) -> Result<()> {
-    // `ends` has the number of the first block after those of each tile.
+    // `ends` has the number of the first block after those of each tile. Unused entries have the largest u32.
     let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_TILES], [u32::MAX; MOST_TILES], 0);
     list[..tiles.len()].copy_from_slice(tiles);
     for (tile, end) in tiles.iter().zip(&mut ends) {

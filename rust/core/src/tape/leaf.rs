@@ -16,6 +16,8 @@ use crate::{Error, Result, compute};
 pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
+    /// Locked by `read`, `change` or `peek`. `read` and `change` report the access to captures of CUDA graphs; `peek`
+    /// does not.
     gradient: GradientSlot<Gradient>,
     copies: Mutex<Copies>,
     /// Whether a copy has taken the variable's place ([`Var::mark_replaced`](crate::Var::mark_replaced)).
@@ -54,7 +56,10 @@ impl Gradient {
     }
 }
 
+// What captures of CUDA graphs need: a graph contains the addresses of gradients, so gradients must stay in one place.
 impl Settle for Gradient {
+    // Moves the gradient to a buffer, or makes a buffer of zeros if there is no gradient. Returns false if there is a
+    // buffer already.
     fn settle(&mut self) -> Result<bool> {
         if self.buffer.is_some() {
             return Ok(false);
@@ -232,7 +237,8 @@ impl Leaf {
         Ok(())
     }
 
-    /// The gradient buffer, if the product of a and b can be added to it in place; the caller must add it.
+    /// If the product of a and b can be added to the gradient buffer in place, mark the gradient as present and return
+    /// the buffer; the caller must add the product to it.
     pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
         let is_16_bit = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
@@ -240,7 +246,8 @@ impl Leaf {
         if is_product { self.buffer() } else { None }
     }
 
-    /// The gradient buffer, if there is one; the caller must add a gradient to it.
+    /// If there is a gradient buffer, mark the gradient as present and return the buffer; the caller must add a
+    /// gradient to it.
     pub(crate) fn buffer(&self) -> Option<Raw> {
         if !self.is_bound() {
             return None;
@@ -288,6 +295,7 @@ mod tests {
 
     type Change = (&'static str, fn(&Leaf, &Raw) -> Result<()>);
 
+    /// The methods that change a gradient, by name.
     const CHANGES: &[Change] = &[
         ("change", |leaf, _| leaf.change(|gradient| compute::scale_in_place(gradient, 2.0))),
         ("clear", |leaf, _| leaf.clear()),
@@ -314,7 +322,7 @@ mod tests {
             if is_bound {
                 leaf.bind(&compute::zeros(&[4], DType::F32, &Device::Cpu).unwrap(), 0..4).unwrap();
             }
-            let run = Run::begin(false).unwrap();
+            let run = Run::begin(/* capturing */ false).unwrap();
             change(&leaf, &value).unwrap();
             let mut effects = run.finish();
             assert_eq!(effects.changed_gradients(), 1, "{name}");
@@ -323,6 +331,7 @@ mod tests {
         }
     }
 
+    // A run is stale if a replay would no longer do the same as a call of the function.
     #[test]
     fn a_run_that_read_a_gradient_is_stale_after_the_gradient_is_cleared() {
         let value = compute::zeros(&[2, 2], DType::F32, &Device::Cpu).unwrap();
@@ -336,7 +345,7 @@ mod tests {
             let leaf = Leaf::of(&value);
             leaf.bind(&compute::zeros(&[4], DType::F32, &Device::Cpu).unwrap(), 0..4).unwrap();
             leaf.accumulate(value.clone()).unwrap();
-            let run = Run::begin(true).unwrap();
+            let run = Run::begin(/* capturing */ true).unwrap();
             assert!(read(&leaf));
             let effects = run.finish();
             assert!(!effects.is_stale(), "{name}");

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files. The model uses diffusers' names. Original checkpoints have other
-//! names.
+//! The names of the parameters of Chroma's transformer in files. The model uses diffusers' names. Original checkpoints,
+//! those of the model's authors, have other names.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -9,7 +9,9 @@ use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP,
 use crate::pretrained::{CheckpointNaming, Form, Renaming, StoredSizes};
 
 /// The names of layers in diffusers and in original checkpoints. The blocks have the names of Flux's blocks, but no
-/// layers for the modulation; the approximator is added.
+/// layers for the modulation; the approximator, which computes the modulation, is added. For each kind of block:
+/// diffusers' prefix of the block's index, with a dot at its end; the original prefix, without this dot; the block's
+/// layers.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -30,7 +32,7 @@ const OUTSIDE: [Renaming; 6] = [
     ("distilled_guidance_layer.out_proj", "distilled_guidance_layer.out_proj", Form::Plain),
 ];
 
-/// The names inside a residual layer of the approximator.
+/// The names inside a residual layer of the approximator, in diffusers and in original checkpoints.
 const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 

@@ -162,6 +162,7 @@ impl Architecture for DigitsTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    // All layers of the blocks can be quantized, and no others.
     const QUANTIZABLE: Quantizable =
         Quantizable { blocks: &["transformer_blocks."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
@@ -198,6 +199,8 @@ impl Model for DigitsTransformer {
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let tokens = size.height.div_ceil(self.config.patch_size) * size.width.div_ceil(self.config.patch_size);
         let values = tokens * self.config.inner_dim();
+        // `outside` counts layers outside of the blocks. `linear` takes a layer, the number of its input values, and
+        // the number of positions to which the layer is applied: the tokens, or 1 for a vector such as the condition.
         saved.outside(|saved| {
             saved.linear(&self.patch_embed, (tokens * self.config.patch_dim(), tokens));
             self.time_embedding.saved(saved);

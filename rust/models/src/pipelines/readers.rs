@@ -1,7 +1,7 @@
 //! For each kind of part, a table of the tools that load its adapters. Each entry has the styles of names that the tool
-//! reads: for all layers (`Known::all`), or for the layers that a function selects (`only`). In a style that is
-//! `configured`, the tool applies alphas from peft's configuration. With `Alpha::Rejected`, it reports an error for a
-//! tensor `….alpha`.
+//! reads: for all layers (`Known::all`), or for the layers that a function selects (`only`). [`Style`] says how the
+//! names of each style are made; original names are those of the model's authors. In a style that is `configured`, the
+//! tool applies alphas from peft's configuration. With `Alpha::Rejected`, it reports an error for a tensor `….alpha`.
 //!
 //! `tests/io/flow/test_oracles.py` tests the entries for diffusers against diffusers 0.42, and
 //! `tests/io/flow/test_comfyui_loader.py` tests the entries for `ComfyUI` against the loader of `ComfyUI`. The entries
@@ -158,7 +158,8 @@ fn is_attention(layer: &str) -> bool {
 }
 
 /// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds
-/// time and guidance. diffusers converts peft's names as if they were those of the trainer ai-toolkit.
+/// time and guidance. diffusers converts peft's names as if they were those of the trainer ai-toolkit, which have
+/// `ComfyUI`'s prefix, so `Style::Peft` has the same entry as `Style::ComfyUiOwn`.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -199,8 +200,9 @@ fn has_same_row_order(layer: &str) -> bool {
 
 /// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style.
 /// diffusers reads its own names also in kohya's style and after `ComfyUI`'s prefix. It reads `ComfyUI`'s names in
-/// kohya's style, except those of the first and the last layer. After `ComfyUI`'s prefix, it reads only names that are
-/// the same in both tools. musubi-tuner, kohya's trainer for this model, uses diffusers' names in kohya's style.
+/// kohya's style, except those of the first and the last layer. After `ComfyUI`'s prefix, it reads only those of
+/// `ComfyUI`'s names that are also diffusers' names. musubi-tuner, kohya's trainer for this model, uses diffusers'
+/// names in kohya's style.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

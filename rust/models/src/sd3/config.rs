@@ -84,6 +84,7 @@ impl Configuration for SD3Config {
             joint_attention_dim: fields.size("joint_attention_dim", Some(4096))?,
             pooled_projection_dim: fields.size("pooled_projection_dim", Some(2048))?,
             pos_embed_max_size: fields.size("pos_embed_max_size", Some(96))?,
+            // Each index must be below `num_layers`; without the field, the list is empty.
             dual_attention_layers: fields.indices("dual_attention_layers", num_layers)?,
             in_channels,
             num_layers,

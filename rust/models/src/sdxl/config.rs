@@ -106,7 +106,8 @@ fn fixed() -> [(&'static str, Value); 24] {
 }
 
 impl Configuration for UNetConfig {
-    // The defaults below are diffusers', not those of `UNetConfig::default`. Only `sample_size` has none in diffusers.
+    // The defaults below are diffusers', not those of `UNetConfig::default`. `sample_size` has no default in diffusers;
+    // here it is 128, as in SDXL's base model. Fields with `None` are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
@@ -114,6 +115,7 @@ impl Configuration for UNetConfig {
         // addition_embed_type_num_heads belongs to other values of addition_embed_type. sample_size is read below; it
         // does not affect the model, so a value of another type counts as missing.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
+        // `only` accepts a missing field, but a missing `addition_embed_type` means no additional embedding.
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));
         }

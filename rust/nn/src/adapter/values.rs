@@ -18,10 +18,12 @@ pub struct LayerValues {
 }
 
 impl LayerValues {
-    /// Find the kind of adapter that has these parameters.
+    /// Find the kind of adapter that has all of these parameters. If the kind has a `mark`, a list of parameters that no
+    /// other kind has, one of them must be among these parameters: DoRA has all parameters of LoRA, but an adapter
+    /// without a magnitude is no DoRA.
     ///
     /// # Errors
-    /// [`Error::Config`] if no kind has all of these parameters.
+    /// [`Error::Config`] if there is no such kind.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
         let fits = |kind: &&&AdapterKind| {
             self.parameters.keys().all(|name| kind.parameter(name).is_some())
@@ -38,6 +40,7 @@ impl LayerValues {
     /// # Errors
     /// As [`kind`](Self::kind).
     pub fn rank(&self) -> Result<usize> {
+        // `ranked` names the parameters whose first dimension is the rank.
         let ranked = self.kind()?.ranked.iter().find_map(|name| self.parameters.get(*name));
         Ok(ranked.and_then(|tensor| tensor.dims().first().copied()).unwrap_or(0))
     }

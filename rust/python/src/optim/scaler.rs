@@ -1,4 +1,4 @@
-//! Loss scaling.
+//! Loss scaling: the Python class `GradScaler`. Methods that may wait or compute for long release the GIL (`detached`).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

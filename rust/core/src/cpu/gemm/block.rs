@@ -16,7 +16,8 @@ const MAX_K: usize = 384;
 const MAX_ROWS: usize = 512;
 /// The most columns of a block.
 const MAX_COLUMNS: usize = 4096;
-/// The least `k` for which thin products use [`Method::Outer`] or [`Method::Dot`].
+/// The least `k` for which thin products, whose result has few columns or few rows, use [`Method::Outer`] or
+/// [`Method::Dot`].
 const MIN_THIN_K: usize = 64;
 /// The most indices along `k` in one step of [`Method::Outer`], chosen so that the pages that hold these columns of `a`
 /// stay in the translation buffer (TLB).
@@ -158,7 +159,7 @@ where
         }
     }
 
-    /// Computes a thin block on the calling thread. The columns of `a` are contiguous.
+    /// Computes a thin block on the calling thread, as a sum of outer products. The columns of `a` are contiguous.
     unsafe fn outer(self, shape: TileShape) {
         // One panel takes all columns of `b`.
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
@@ -192,7 +193,7 @@ where
         });
     }
 
-    /// Computes a thin block on the calling thread. The rows of `a` are contiguous.
+    /// Computes a thin block on the calling thread, as dot products. The rows of `a` are contiguous.
     unsafe fn dot(self) {
         let direct = is_accumulator::<C>();
         let len_c = if direct { 0 } else { self.m * self.n };
@@ -234,7 +235,8 @@ where
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let in_place = self.b.is_small(self.n, self.k);
-        // Each panel of `b` is packed just before its use, and stays in the first-level cache during it.
+        // The scratch for `b` has room for one panel: a panel is packed just before its use, and stays in the
+        // first-level cache meanwhile.
         let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
         // f16 and bf16 results are summed in a block of the accumulator's type and rounded at the end.
         let direct = is_accumulator::<C>();

@@ -38,7 +38,8 @@ pub enum Along {
     Columns,
 }
 
-/// Returns the number of elements that [`pack`] writes for `len` rows and `k` steps.
+/// Returns the number of elements that [`pack`] writes for `len` rows and `k` steps. The rows are padded to whole SIMD
+/// registers or, for [`Along::Columns`], to a multiple of 4.
 pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize {
     match along {
         Along::Rows => len.next_multiple_of(shape.lanes) * k,
@@ -53,8 +54,8 @@ const STEPS: usize = 64;
 
 /// Packs `len` rows and `k` steps into panels that are as wide as a tile: [`TileShape::rows`] or
 /// [`TileShape::columns`]. A panel holds the elements of step 0, then those of step 1, and so on. The last panel may be
-/// narrower; its width is a multiple of a register for [`Along::Rows`], and of 4 for [`Along::Columns`]. Rows after the
-/// first `len` are zeros.
+/// narrower; its width is a multiple of a register's elements for [`Along::Rows`], and of 4 for [`Along::Columns`].
+/// Rows after the first `len` are zeros.
 ///
 /// # Safety
 /// `src` is readable for `len × k` elements, `dst` writable for [`packed_len`] elements.
@@ -225,6 +226,7 @@ unsafe fn transpose_avx512(
     dst_stride: usize,
 ) {
     use std::arch::x86_64::*;
+    // Selects the first `rows` of 16 elements.
     let mask = ((1u32 << rows) - 1) as __mmask16;
     for p in (0..steps).step_by(16) {
         let mut block = [_mm512_setzero_ps(); 16];

@@ -34,7 +34,8 @@ const BACKWARD_THREADS: u32 = 384;
 /// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
-/// The kernels for heads of at most `columns` columns, and their constants.
+/// The kernels for heads of at most `columns` columns, and their constants. The kernels for both widths take the same
+/// structures of arguments.
 struct Form {
     columns: u32,
     /// Queries in a tile of the forward pass.
@@ -93,8 +94,8 @@ fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     Schedule { items, steps, whole, blocks }
 }
 
-/// Allocates the partial results of split items: two parts of `values` numbers per thread block. Returns `None` if no
-/// item is split.
+/// Allocates the partial results of split items: two parts of `values` numbers per thread block, because a block does
+/// parts of at most two items. Returns `None` if no item is split.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
@@ -162,7 +163,8 @@ pub(in crate::ops::attention) fn backward_maps(
 
 impl Attention<'_> {
     /// The kernels of this file and their constants; `None` if these kernels do not support the operands. The caller
-    /// has checked that the general tensor-core kernels support the operands.
+    /// has checked that the general tensor-core kernels support the operands. `widest` is the width of the kernels for
+    /// the widest operand.
     fn hopper_form(
         &self,
         gpu: &Gpu,
@@ -183,8 +185,8 @@ impl Attention<'_> {
         fits.then(|| widest.hopper())
     }
 
-    /// Writes the result to `o`, and the log-sums to `log_sums`; returns false if these kernels do not support the
-    /// operands.
+    /// Writes the result to `o`, and the log-sum of each query, log Σ e^score over its keys, to `log_sums`; returns
+    /// false if these kernels do not support the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -254,6 +256,7 @@ impl Attention<'_> {
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
         let encoder = Encoder::new(op, dtype)?;
+        // There are as many key heads as query heads.
         let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, sizes], queries)?;
         let shape = Shape { grid: [tiles as u32, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Statistics {
@@ -310,11 +313,13 @@ mod tests {
 
     #[test]
     fn items_are_split_if_splitting_saves_more_than_it_costs() {
+        // An H100 has 132 multiprocessors, and each has one block.
         let whole = |items, steps| schedule(132, items, steps).whole;
         // All blocks have the same number of items.
         assert_eq!(whole(264, 36), 264);
-        // A few items at the end would leave most blocks idle.
+        // After 10 items per block, 10 items are left, which would leave most blocks idle.
         assert_eq!(whole(1330, 35), 1320);
+        // There are fewer items than blocks.
         assert_eq!(whole(20, 32), 0);
         // Adding up the parts would take longer than blocks would be idle.
         assert_eq!(whole(640, 8), 640);

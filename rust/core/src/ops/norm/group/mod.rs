@@ -12,9 +12,9 @@ use crate::{Error, Result, Tensor};
 pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
 pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
-/// Computes (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. The channels of each sample are
-/// divided into `groups` equal groups of neighbours, and each group has its own mean and its own (biased) variance. The
-/// statistics are f32, or f64 for an f64 `x`.
+/// Computes (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`; without `weight` or `bias`, the
+/// factor or the summand is left out. The channels of each sample are divided into `groups` equal groups of neighbours,
+/// and each group has its own mean and its own (biased) variance. The statistics are f32, or f64 for an f64 `x`.
 ///
 /// `weight` and `bias` have one element per channel, and the dtype of `x`; for a 16-bit `x` they may be f32.
 ///
@@ -78,9 +78,11 @@ fn apply<const SILU: bool>(
         |saver, _, statistics| GroupNormBackward::<SILU> {
             op,
             size,
-            // Without SiLU, the gradient of the shift needs no saved values.
+            // Input 0 is `x`; input 1 is the scale (`weight`), if there is one. Without SiLU, the gradient of the shift
+            // (`bias`) needs no saved values.
             reads: (SILU || saver.needs(0) || affine.weight.is_some() && saver.needs(1))
                 .then(|| Reads::save(saver, x, statistics)),
+            // With SiLU, the backward pass recomputes the result of the norm, so it needs the scale and the shift.
             affine: affine.save(saver, SILU),
         },
     )

@@ -1,5 +1,5 @@
 //! RMS norm followed by rotary position embedding, as one operation, for models that normalise queries and keys (Flux,
-//! Qwen3).
+//! Qwen3). `heads` applies the two to the queries and keys inside of one projection.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -46,7 +46,10 @@ pub fn rms_norm_rope(
     let op = RMS_NORM_ROPE.name;
     check_eps(op, eps)?;
     rope::check(op, x, cos, sin)?;
-    let affine = Affine::new(op, x, weight, None, &x.dims()[x.rank() - 1..])?;
+    let bias = None;
+    let affine = Affine::new(op, x, weight, bias, &x.dims()[x.rank() - 1..])?;
+    // `order.swap` exchanges the dimensions of heads and positions if they have the opposite order in memory; a second
+    // call restores them. Between the calls, `order.repeats()` successive rows (heads) have the same position.
     let order = RowOrder::of(&x.raw);
     record_with_aux(
         &RMS_NORM_ROPE,
@@ -67,14 +70,14 @@ pub fn rms_norm_rope(
             tables: [saver.hold(cos), saver.hold(sin)],
             order,
             interleaved,
-            affine: affine.save(saver, false),
+            affine: affine.save(saver, /* recomputes */ false),
         },
     )
 }
 
 /// The rotary embedding of contiguous rows: the angles of each row's pairs, and which two features form a pair.
 struct Rotation<'a> {
-    /// cos and sin, (positions, width / 2).
+    /// cos and sin, (S, D/2) for S positions and rows of D elements.
     pub tables: [&'a Raw; 2],
     /// How many successive rows have the same position.
     pub repeats: usize,
