@@ -11,8 +11,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-# Byte offsets of the f16 scales in a block: the scale of the codes, and in formats with two offsets
-# also that of the minima.
+# Byte offsets of the f16 scales in a block. Of two, the second is the block's minimum (Q4_1, Q5_1)
+# or the scale of the minima (Q4_K, Q5_K).
 SCALE_OFFSETS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),

@@ -18,8 +18,8 @@ pub struct LayerValues {
 }
 
 impl LayerValues {
-    /// Find the kind of adapter that has all of these parameters. If the kind has a `mark`, a list of parameters that no
-    /// other kind has, one of them must be among these parameters: DoRA has all parameters of LoRA, but an adapter
+    /// Find the kind of adapter that has all of these parameters. If the kind has a `mark`, a list of parameters that
+    /// no other kind has, one of them must be among these parameters: DoRA has all parameters of LoRA, but an adapter
     /// without a magnitude is no DoRA.
     ///
     /// # Errors
