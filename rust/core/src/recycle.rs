@@ -28,6 +28,7 @@ const LARGEST_AT_ONCE: usize = 1 << 27;
 /// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to the size of
 /// its class.
 const STEPS: usize = 4;
+/// `STEPS` classes for each octave from `SMALLEST` to `LARGEST`, and the class of exactly `SMALLEST` bytes.
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size class.
 const KEPT: usize = 128;
@@ -172,15 +173,15 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller promises that the size does not overflow when rounded up to the alignment.
-        let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        match (class_of(layout), class_of(wanted)) {
+        let new_layout = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        match (class_of(layout), class_of(new_layout)) {
             // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; the block came from the system.
             (None, None) => unsafe { System.realloc(block, layout, size) },
             (Some(class), Some(same)) if class == same => block,
             _ => {
                 // SAFETY: the new block has `size` bytes, the old one `layout.size()`, and they do not overlap.
                 unsafe {
-                    let moved = self.alloc(wanted);
+                    let moved = self.alloc(new_layout);
                     if !moved.is_null() {
                         block.copy_to_nonoverlapping(moved, size.min(layout.size()));
                         self.dealloc(block, layout);
@@ -358,6 +359,7 @@ mod tests {
         let second = step(1 << 30);
         assert_eq!(held(), 3 << 30);
         let mut third = step(1 << 30);
+        // A shelf is a stack: blocks are taken in the reverse of the order in which they were freed.
         third.reverse();
         assert_eq!(third, second);
         // When blocks of other size classes are taken, stored 1 GiB blocks go back to the system to keep the bound.

@@ -16,21 +16,23 @@ use trainable_candle_core::{DType, Device, Result, Tensor, Var, rng};
 
 const CPU: Device = Device::Cpu;
 
+/// Each test holds this lock, so that the tests run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-fn ramp(n: usize, shape: &[usize]) -> Tensor {
+/// A tensor of `n` different values between -1 and 1, f32; `n` is the number of elements of `shape`.
+fn sines(n: usize, shape: &[usize]) -> Tensor {
     Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
 }
 
 #[test]
 fn a_frozen_layer_saves_nothing() -> Result<()> {
     let _alone = ALONE.lock();
-    let x = Var::from_tensor(&ramp(40, &[8, 5]))?;
-    let (w, b) = (ramp(30, &[6, 5]), ramp(6, &[6]));
+    let x = Var::from_tensor(&sines(40, &[8, 5]))?;
+    let (w, b) = (sines(30, &[6, 5]), sines(6, &[6]));
     let before = saved_bytes();
     let mut y = linear(&x, &w, Some(&b))?;
     for _ in 0..10 {
-        y = linear(&y, &ramp(36, &[6, 6]), None)?;
+        y = linear(&y, &sines(36, &[6, 6]), None)?;
     }
     assert_eq!(saved_bytes(), before);
     y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
@@ -42,13 +44,14 @@ fn a_frozen_layer_saves_nothing() -> Result<()> {
 fn saved_bytes_count_each_storage_once_until_the_backward_pass_frees_it() -> Result<()> {
     let _alone = ALONE.lock();
     let before = saved_bytes();
-    let x = Var::from_tensor(&ramp(40, &[8, 5]))?.add_scalar(1.0)?;
-    let w = ramp(30, &[6, 5]);
+    // x is a result, because variables are not counted.
+    let x = Var::from_tensor(&sines(40, &[8, 5]))?.add_scalar(1.0)?;
+    let w = sines(30, &[6, 5]);
     let vars = [Var::zeros((2, 5), DType::F32, &CPU)?, Var::zeros((6, 2), DType::F32, &CPU)?];
     let lora =
         || lora_linear(&x, LoraWeights { weight: (&w).into(), bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
     let y = lora()?.add(&lora()?)?.add(&lora()?)?;
-    // In f32: x (8, 5) is counted once, x Aᵀ (8, 2) three times.
+    // Values of 4 bytes: x (8, 5) is counted once, x Aᵀ (8, 2) three times, once for each call.
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
     y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
     assert_eq!(saved_bytes(), before);
@@ -58,18 +61,19 @@ fn saved_bytes_count_each_storage_once_until_the_backward_pass_frees_it() -> Res
 #[test]
 fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
     let _alone = ALONE.lock();
-    let scale = ramp(8, &[8]);
+    let scale = sines(8, &[8]);
     type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
     // Each function, and the number of elements of its result, which `sqr` saves unless the result is recomputed.
     let functions: [(Function, usize); 4] = [
         (|x, _| swiglu(x), 20),
         (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
         (|x, scale| layer_norm(x, 1, Some(scale), Some(scale), 1e-6), 40),
+        // `.1` is the norm of the sum; `.0` would be the sum.
         (|x, scale| Ok(add_rms_norm(x, x, Some(scale), 1e-6)?.1), 40),
     ];
     for (index, (function, values)) in functions.into_iter().enumerate() {
         let run = |is_recomputed: bool, policy: Policy| -> Result<(usize, Vec<f32>)> {
-            let var = Var::from_tensor(&ramp(40, &[5, 8]))?;
+            let var = Var::from_tensor(&sines(40, &[5, 8]))?;
             let (x, scale, before) = (var.mul_scalar(1.5)?, scale.clone(), saved_bytes());
             let squares = move |xs: &[Tensor]| {
                 let y = function(&xs[0], &scale)?;
@@ -99,13 +103,14 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
 #[test]
 fn the_policies_none_selective_and_full_keep_the_documented_values() -> Result<()> {
     let _alone = ALONE.lock();
-    let (first, second) = (Var::from_tensor(&ramp(72, &[12, 6]))?, Var::from_tensor(&ramp(72, &[6, 12]))?);
+    let (first, second) = (Var::from_tensor(&sines(72, &[12, 6]))?, Var::from_tensor(&sines(72, &[6, 12]))?);
     // Two trainable layers with an activation in between and a residual connection around them.
     let block = move |x: &Tensor| {
         let hidden = linear(x, &first, None)?.gelu(Gelu::Tanh)?.mul_scalar(0.5)?;
         x.add(&linear(&hidden, &second, None)?)
     };
-    let x = Var::from_tensor(&ramp(30, &[5, 6]))?.add_scalar(0.0)?;
+    // x is a result, because variables are not counted.
+    let x = Var::from_tensor(&sines(30, &[5, 6]))?.add_scalar(0.0)?;
     let mut kept = Vec::new();
     for policy in [Policy::None, Policy::Selective, Policy::Full] {
         let before = saved_bytes();
@@ -155,9 +160,11 @@ fn a_recomputation_and_draws_of_other_threads_are_independent() -> Result<()> {
     let y = checkpoint(function, &[&x])?;
     let after = rng::state();
     y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
+    // y = (2 m x)² with the product m of both masks: dy/dx = 2 y at x = 1.
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
     assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the recomputation draws the same masks");
-    // A draw of 8 numbers takes two blocks of four random words from the generator.
+    // A draw of 8 numbers takes two blocks of four random words from the generator. Since `after`, the other thread has
+    // drawn twice.
     let (drawn, blocks) = (drawn.lock().unwrap().clone(), 2);
     assert_eq!(drawn.len(), 4, "two in the first run, two in the recomputation");
     for (index, values) in drawn.iter().enumerate() {
@@ -176,6 +183,7 @@ fn a_recomputation_that_draws_something_else_is_an_error() -> Result<()> {
     let _alone = ALONE.lock();
     let (calls, x) = (AtomicUsize::new(0), Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?);
     let function = move |xs: &[Tensor]| {
+        // 0 in the first run, 100 in the recomputation.
         let more = calls.fetch_add(1, Ordering::Relaxed) * 100;
         rng::uniform_vec(4 + more);
         xs[0].mul(&Tensor::from_vec(rng::normal_vec(1000), 1000, &CPU)?)?.sqr()

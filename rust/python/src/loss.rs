@@ -1,4 +1,7 @@
 //! The losses of `trainable_candle.nn.functional`. Functions that torch also has use torch's argument names.
+//!
+//! Each function passes to `compute` a number of elements that tells how long the work takes: `compute` releases the
+//! GIL if it is large.
 
 use pyo3::prelude::*;
 use tc::ops::loss::{self, Reduction};

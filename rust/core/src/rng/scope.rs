@@ -149,6 +149,8 @@ pub struct Stream(#[allow(dead_code, reason = "dropping it ends the scope")] Gua
 impl Stream {
     /// A generator that begins at `start`; see [`State::of`].
     pub fn enter(start: State) -> Self {
+        // Unlike `initial`, `at` notes that a state was set. A CUDA graph that is being recorded must know this,
+        // because its replays do not set the state.
         Self(Guard::enter(Scope::Stream(Generator::at(start))))
     }
 }
@@ -238,12 +240,15 @@ mod tests {
         assert!(!repeating.finish());
         assert_eq!(state(), after);
 
+        // The second recorded draw is not repeated, which is allowed.
         let shorter = Repeating::begin(draws.clone());
         uniform_vec(5);
         assert!(!shorter.finish());
+        // The first recorded draw took fewer blocks.
         let other = Repeating::begin(draws);
         uniform_vec(50);
         assert!(other.finish());
+        // No draw was recorded.
         let more = Repeating::begin(Vec::new());
         uniform_vec(1);
         assert!(more.finish());

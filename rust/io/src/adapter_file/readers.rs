@@ -120,7 +120,7 @@ pub(super) enum Outcome {
     Whole,
     /// The tool applies the adapter, but not as it was trained. The string is the reason.
     Changed(&'static str),
-    /// The tool ignores the module. The string is the reason.
+    /// The tool does not apply the module: it ignores the module, or rejects the file. The string is the reason.
     Ignored(&'static str),
 }
 

@@ -89,9 +89,10 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
             return Err(format!("the file has two tensors \"{name}\""));
         }
     }
-    let data = reader.at.checked_next_multiple_of(alignment).ok_or_else(Reader::<&[u8]>::incomplete)?;
+    // Where the tensors' data begins.
+    let data_start = reader.at.checked_next_multiple_of(alignment).ok_or_else(Reader::<&[u8]>::incomplete)?;
     for (name, info) in &mut tensors {
-        let start = info.start.checked_add(data);
+        let start = info.start.checked_add(data_start);
         let end = start.and_then(|start| start.checked_add(info.bytes as u64));
         let (Some(start), Some(end)) = (start, end) else { return Err(Reader::<&[u8]>::incomplete()) };
         if end > length {
@@ -272,12 +273,12 @@ fn kind_of(id: u32, name: &str) -> Result<Kind, String> {
     if let Some(format) = Ggml::ALL.into_iter().find(|format| format.id() == id) {
         return Ok(Kind::Blocks(format));
     }
-    let known = UNSUPPORTED
+    let name_or_number = UNSUPPORTED
         .iter()
         .find(|(other, _)| *other == id)
         .map_or_else(|| id.to_string(), |(_, name)| (*name).to_owned());
     Err(format!(
-        "tensor \"{name}\" has the type {known}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K \
+        "tensor \"{name}\" has the type {name_or_number}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K \
          (Q4_K_M), Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16"
     ))
 }

@@ -46,12 +46,13 @@ impl Pyramid {
 /// `weight`, and add it to the image with the same index in `sums`. `images` and `sums` hold one image after the other,
 /// row by row. Both sizes are (height, width) in pixels.
 fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
+    // The neighbours, in the small image, of each row and of each column of the enlarged image.
     let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
     let pixels = (size[0] * size[1]).max(1); // `chunks_exact_mut` panics for 0
     for (sum_image, image) in sums.chunks_exact_mut(pixels).zip(images.chunks_exact(small[0] * small[1])) {
         for (sum_row, row) in sum_image.chunks_exact_mut(size[1]).zip(&rows) {
-            let line = |at: usize| &image[at * small[1]..(at + 1) * small[1]];
-            let (above, below) = (line(row.at[0]), line(row.at[1]));
+            let line_of_small = |at: usize| &image[at * small[1]..(at + 1) * small[1]];
+            let (above, below) = (line_of_small(row.at[0]), line_of_small(row.at[1]));
             for (sum, column) in sum_row.iter_mut().zip(&columns) {
                 let between = |line: &[f32]| mix(line[column.at[0]], line[column.at[1]], column.share);
                 *sum += weight * mix(between(above), between(below), row.share);
@@ -102,7 +103,9 @@ mod tests {
         let found = enlarged(&[0.0, 1.0, 4.0, 9.0, 16.0, 25.0], [2, 3], [3, 5]);
         let expected = [0.0, 0.4, 1.0, 2.8, 4.0, 4.5, 6.1, 8.5, 12.1, 14.5, 9.0, 11.8, 16.0, 21.4, 25.0];
         assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 4e-6), "{found:?}");
+        // The same function also makes an image smaller.
         assert_eq!(enlarged(&[0.0, 1.0, 4.0], [1, 3], [1, 2]), [0.25, 3.25]);
+        // Two images of one pixel.
         assert_eq!(enlarged(&[7.0, 2.0], [1, 1], [2, 2]), [7.0, 7.0, 7.0, 7.0, 2.0, 2.0, 2.0, 2.0]);
     }
 }

@@ -49,6 +49,7 @@ pub fn varlen_attention(
     scale: Option<f64>,
 ) -> Result<Tensor> {
     let varlen = Varlen::new(q, k, v, cu_seqlens, window, scale)?;
+    // A checkpoint must know every tensor that an operation reads. `record_with_aux` names only q, k and v.
     checkpoint::reads(&[cu_seqlens]);
     record_with_aux(
         &VARLEN,
@@ -134,12 +135,13 @@ impl Varlen {
         let (o, log_sums) = on_device!(
             spans.device(),
             cuda => cuda::forward(self, inputs, spans),
+            // `None`: there is no mask, as the spans say what a query sees.
             cpu => cpu::forward(&self.on_cpu(spans)?, inputs, None),
         )?;
         Ok((o.transpose(0, 1)?, log_sums))
     }
 
-    /// Those of the gradients of q, k and v that are `wanted`. `saved` and `grad` have the dimensions
+    /// Those of the gradients of q, k and v that are `wanted`. The gradients, `saved` and `grad` have the dimensions
     /// (heads, rows, width).
     fn backward(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
         on_device!(
@@ -179,9 +181,9 @@ impl Varlen {
     fn on_cpu(&self, spans: &Raw) -> Result<cpu::Attention> {
         let mut first_keys = to_vec::<u32>(spans)?;
         first_keys.truncate(self.rows);
-        let scores = vec![self.heads, self.rows, self.rows];
+        let scores_shape = vec![self.heads, self.rows, self.rows];
         Ok(cpu::Attention {
-            scores,
+            scores: scores_shape,
             scale: self.scale,
             visible_keys: VisibleKeys::Segments(Spans(first_keys)),
             group: self.group(),
@@ -233,7 +235,8 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
 
 /// The spans of a packed row, u32: for each token the first key that its query sees; then for each token the end
 /// (exclusive) of the queries that see its key. For a token i outside of the segments, the first key is i + 1 and the
-/// end is i, so its query sees no key, and no query sees its key. On CUDA one more number follows, a counter.
+/// end is i, so its query sees no key, and no query sees its key. On CUDA one more number follows, a counter with
+/// which the thread blocks of the forward pass take their tiles.
 pub(super) fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),

@@ -1,12 +1,15 @@
-//! The gradients of group norm, in three steps: sums over the positions of each channel; weighted sums of these sums
-//! over the channels of each group; the gradient of the input.
+//! The gradients of group norm on the CPU, in three steps: sums over the positions of each channel; weighted sums of
+//! these sums over the channels of each group; the gradient of the input.
+//!
+//! Tensors are (batch, positions, channels), in this order in memory. A block is a range of positions of one sample;
+//! threads process different blocks.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
 use crate::cpu::{Binary, Elem, Real, dispatch};
 use crate::ops::activation::Silu;
 
-/// What the backward pass reads.
+/// What the backward pass reads. `mean` and `rstd` are (batch, groups).
 pub(super) struct BackwardPass<'a, T: Elem> {
     pub size: Size,
     pub x: &'a [T],
@@ -16,8 +19,9 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub mean: &'a [T::Acc],
     /// 1/√(var + eps) of each group of each sample.
     pub rstd: &'a [T::Acc],
-    /// Scale and shift of each channel.
+    /// The scale of each channel.
     pub weight: &'a [T::Acc],
+    /// The shift of each channel.
     pub bias: &'a [T::Acc],
 }
 
@@ -26,12 +30,14 @@ pub(super) struct BackwardPass<'a, T: Elem> {
 #[inline(always)]
 fn grad_of_norm<T: Elem, const SILU: bool>(g: T, x: T, mean: T::Acc, factor: T::Acc, bias: T::Acc) -> T::Acc {
     let g = g.to_acc();
+    // `Silu.apply(g, y)` is g times the derivative of SiLU at y, here at the result of the norm.
     if SILU { Silu.apply(g, (x.to_acc() - mean).mul_add(factor, bias)) } else { g }
 }
 
 impl<T: Elem> BackwardPass<'_, T> {
     /// Returns the gradient of the input (empty if not wanted), and the gradients of scale and shift.
     pub fn run<const SILU: bool>(&self, wants_input: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+        // `channel_table` makes (batch, channels). Its `group` counts the groups of all samples.
         let means = channel_table(self.size, |group, _| self.mean[group]);
         let factors = channel_table(self.size, |group, channel| self.rstd[group] * self.weight[channel]);
         let [dots, sums] = self.channel_sums::<SILU>(&means, &factors);
@@ -52,6 +58,7 @@ impl<T: Elem> BackwardPass<'_, T> {
     /// the norm's result. `means` and `factors` (rstd · weight) have a value for each channel of each sample.
     fn channel_sums<const SILU: bool>(&self, means: &[T::Acc], factors: &[T::Acc]) -> [Vec<T::Acc>; 2] {
         let size @ Size { channels, .. } = self.size;
+        // For each block: Σ g (x - mean) by channel, then Σ g by channel.
         let mut partial = vec![T::Acc::ZERO; size.blocks() * 2 * channels];
         let shared = SharedMut::new(&mut partial);
         size.for_each_block(|block| {
@@ -87,6 +94,7 @@ impl<T: Elem> BackwardPass<'_, T> {
                 }
             }
         }
+        // Only now are the sums multiplied by rstd, once for each channel.
         let rstds = channel_table(size, |group, _| self.rstd[group]);
         for (dot, rstd) in tables[0].iter_mut().zip(&rstds) {
             *dot *= *rstd;
@@ -107,7 +115,9 @@ impl<T: Elem> BackwardPass<'_, T> {
     ) -> Vec<T> {
         let size @ Size { channels, .. } = self.size;
         let width = size.group_width();
+        // The number of elements of a group.
         let count = T::Acc::from_f64((size.positions * width) as f64);
+        // `table` has a row of channels for each sample, so its pieces of `width` values are the groups of all samples.
         let group_means = |table: &[T::Acc]| -> Vec<T::Acc> {
             let groups = table.chunks_exact(width.max(1)).enumerate();
             groups
