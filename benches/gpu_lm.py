@@ -79,10 +79,13 @@ class Case:
         config, layers = self.config, self.config["num_hidden_layers"]
         width, heads = config["hidden_size"], config["num_attention_heads"]
         key_width = width * config["num_key_value_heads"] // heads
+        # Of a block: the projections of queries and outputs, of keys and values, and three of the
+        # feed-forward network.
         weights = width * (2 * width + 2 * key_width + 3 * config["intermediate_size"])
         linear = 2 * self.tokens * layers * weights
         head = 2 * self.tokens * width * config["vocab_size"]
-        # Scores and sums of values are two products, of which the causal mask hides half.
+        # Scores and sums of values are two products, each of 2 * tokens * length * width operations
+        # in a block. The causal mask hides half of these operations.
         attention = 2 * self.tokens * self.length * width * layers
         recomputed = linear + attention if self.checkpointing == "full" else 0
         return 2 * (linear + head) + 3.5 * attention + recomputed
@@ -98,7 +101,10 @@ CASES = (
 def prepared(
     case: Case, device: str, base: str | None = None
 ) -> tuple[tc.models.CausalLM, tc.optim.Optimizer]:
-    """Make the model of a case with its adapter, and the adapter's optimizer."""
+    """Make the model of a case with its adapter, and the adapter's optimizer.
+
+    `base` is the format to which the frozen linear layers are quantized; None: they stay bf16.
+    """
     tc.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -198,7 +204,8 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     peak = tc.cuda.memory_stats(device)["peak_allocated"]
     graph = gpu_timing.captured(step, device)
     recorded = gpu_timing.timed(graph, device, machine.seconds)
-    floor = machine.floor("bf16", case.step_flops, 0)
+    # Arithmetic alone: the floor of a step leaves out the bytes that it reads and writes.
+    floor = machine.floor("bf16", case.step_flops, moved=0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
         f"{case.title}{gpu_timing.on(machine)}: {speed(case, recorded)}; {times}; "

@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t ranks_offset(int row, int chunk) { return ro
 __device__ __forceinline__ uint32_t column_of(int row) { return 8 * (row % 8 / 2) + 2 * (row / 8) + row % 2; }
 
 // The arguments of the kernel `swiglu_feed_forward_backward`, described below.
-template <typename T> struct Words {
+template <typename T> struct BackwardArguments {
     const T *x, *grad;
     T *dx;
     const T *hidden, *last_hidden;
@@ -67,7 +67,7 @@ template <typename T> struct Words {
 // The arguments, and the place of this thread: `column` is the first of its eight columns, `end` the end of the block's rows. `is_active`
 // tells whether the warp has columns at all. Shared memory has the warps' factors, two stages (tiles of all warps, then hidden values),
 // and the warps' sums.
-template <typename T> struct Block : Words<T> {
+template <typename T> struct Block : BackwardArguments<T> {
     unsigned char *shared;
     int lane, warp;
     uint32_t column, end;
@@ -92,15 +92,17 @@ template <typename T> struct Block : Words<T> {
     // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
-        const uint32_t first = column - 8 * (lane % 4);
+        const uint32_t warp_column = column - 8 * (lane % 4);
 #pragma unroll
         for (int matrix = 0; matrix < 2; matrix++)
 #pragma unroll
             for (int chunk = 0; chunk < 2; chunk++) {
-                const uint4 found = words<uint4>(this->up[matrix] + static_cast<uint64_t>(first + column_of(lane)) * RANKS + 8 * chunk);
+                const uint64_t at = static_cast<uint64_t>(warp_column + column_of(lane)) * RANKS + 8 * chunk;
+                const uint4 found = words<uint4>(this->up[matrix] + at);
                 *reinterpret_cast<uint4 *>(shared + (warp * MATRICES + matrix) * FACTOR_OF_WARP + ranks_offset(lane, chunk)) = found;
             }
-        const T *down = this->last_down + first;
+        const T *down = this->last_down + warp_column;
+        // Register k of the right operand of product i: two of the ranks 8 k to 8 k + 7.
         uint32_t fragments[4][2];
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -289,14 +291,15 @@ template <typename T> struct Block : Words<T> {
 
     // Computes the block's rows, which begin at row `begin`.
     __device__ __forceinline__ void run(uint32_t begin) const {
-        const uint32_t left = this->width - blockIdx.x * WARPS * COLUMNS;
-        const int warps = left < WARPS * COLUMNS ? left / COLUMNS : WARPS;
+        const uint32_t columns_left = this->width - blockIdx.x * WARPS * COLUMNS;
+        const int warps = columns_left < WARPS * COLUMNS ? columns_left / COLUMNS : WARPS;
         FactorSums sums = {};
         start_copies(0, begin);
         load_factors();
         int index = 0;
 #pragma unroll 1
         for (uint32_t first = begin; first < end; first += TILE, index ^= 1) {
+            // This also waits for all threads of the block: they have read the other stage and the previous sums.
             wait_for_copies();
             if (first + TILE < end) start_copies(index ^ 1, first + TILE);
             if (is_active) {
@@ -313,13 +316,13 @@ template <typename T> struct Block : Words<T> {
     }
 };
 
-template <typename T> __device__ __forceinline__ void backward(const Words<T> &words) {
+template <typename T> __device__ __forceinline__ void backward(const BackwardArguments<T> &arguments) {
     extern __shared__ __align__(16) unsigned char shared[];
-    Block<T> block{words};
+    Block<T> block{arguments};
     block.shared = shared, block.lane = threadIdx.x % WARP, block.warp = threadIdx.x / WARP;
-    const uint32_t first = (blockIdx.x * WARPS + block.warp) * COLUMNS, begin = blockIdx.y * ROWS;
-    block.column = first + 8 * (block.lane % 4), block.is_active = first < words.width;
-    block.end = words.rows - begin < ROWS ? words.rows : begin + ROWS;
+    const uint32_t warp_column = (blockIdx.x * WARPS + block.warp) * COLUMNS, begin = blockIdx.y * ROWS;
+    block.column = warp_column + 8 * (block.lane % 4), block.is_active = warp_column < arguments.width;
+    block.end = arguments.rows - begin < ROWS ? arguments.rows : begin + ROWS;
     block.run(begin);
 }
 
@@ -361,7 +364,8 @@ DEFINE_BACKWARD(bf16, __nv_bfloat16)
 
 // Adds the parts that `swiglu_feed_forward_backward` wrote. Here up_h, up_gate and last_down, all f32, are the buffers of the factors'
 // gradients: the kernel adds to them. grad_hidden (rows, 2 x 16) = the gradient of hidden. The sums for h and gate are multiplied by
-// scale_h and scale_gate.
+// scale_h and scale_gate. A thread adds four neighbouring values at a time: `i` counts these groups of four, first those of the factors,
+// then those of grad_hidden.
 // Launch: block 256, grid clamp(ceil((12 width + 8 rows) / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_SUMS(SUFFIX, T)                                                                                         \
     extern "C" __global__ void swiglu_feed_forward_sums_##SUFFIX(                                                      \

@@ -1,4 +1,10 @@
-"""The kernels and products of a training step of the small SDXL on the simulated device."""
+"""The kernels and products of a training step of the small SDXL on the simulated device.
+
+The fixture `cuda` runs a code snippet and returns the log of its CUDA calls. Before a snippet it
+defines `tc`, the library, and `mark`, which writes a line to the log. `run.after(mark)` has the
+calls from a mark to the next one: `launches` are the names of kernels, "product" is a product by
+cuBLAS, "refused" a call with wrong arguments.
+"""
 
 from collections import Counter
 from typing import Any
@@ -58,7 +64,8 @@ def test_convolutions_use_the_hopper_kernels(cuda: Any) -> None:
         n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
     ]
     # The first convolution has only four input channels, and the last one only four output
-    # channels: too few for the Hopper kernels.
+    # channels: too few for the Hopper kernels. So the general kernels compute these two, and the
+    # gradient of the last convolution's input. The first one's input needs no gradient.
     assert len(general) <= 3, general
 
 
@@ -69,8 +76,10 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
     # The forward pass copies the input and the output, whose channels come first, and both feature
-    # maps of each join. The backward pass copies gradients of feature maps, which are slices of
-    # a join's gradient. Nothing is copied for attention, biases or conversions of dtypes.
+    # maps of each join. The backward pass copies at most ten gradients: the output's, and those of
+    # feature maps, which are slices of a join's gradient. Six are of the up path, three of the down
+    # path, whose three maps before the first adapter need no gradient. Nothing is copied for
+    # attention, biases or conversions of dtypes.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
@@ -85,6 +94,8 @@ def test_convolutions_add_residuals(cuda: Any) -> None:
 
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run_steps(cuda).after("backward-2").launches)
+    # Each block has three layer norms, before its two attentions and its feed-forward network. At
+    # least the last two follow an adapter of the block, so they have a backward pass.
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
     # A feature map of the down path gets a second gradient from its join. A separate kernel adds
     # this gradient.

@@ -44,6 +44,7 @@ def test_states_equal_those_of_transformers(form: str, device: str) -> None:
     model = T5Encoder.from_pretrained(GOLDEN / form, dtype="f32", device=device)
     ids, mask = case["input_ids"], case["attention_mask"]
     assert_near(model(ids), case["output"].to("cpu"))
+    # A text with distances beyond 128, from which all distances have the same position bias.
     assert_near(model(case["long_ids"]), case["long"].to("cpu"))
     assert_near(model(ids, mask), case["masked"].to("cpu"))
     assert_near(model(ids, attention_mask=mask * 0), case["nothing_seen"].to("cpu"))
@@ -169,6 +170,7 @@ def test_sizes_are_deduced_from_a_single_file_and_its_names_are_kept(
     assert_same(model, T5Encoder.from_pretrained(GOLDEN / form))
     assert [part.class_name for part in tc.inspect(path).parts.values()] == ["T5Encoder"]
     copy = tmp_path / "copy.safetensors"
+    # `text_encoder_2` is FLUX.1's name of the T5 encoder.
     tc.models.save_checkpoint(copy, {"text_encoder_2": model}, base=path)
     assert tc.load_file(copy).keys() == tensors.keys()
 

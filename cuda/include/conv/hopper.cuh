@@ -1,7 +1,7 @@
-// Forward pass and gradient of the input with the matrix instructions and the copy engine of compute capability 9.0
-// (code for sm_90a alone). One thread starts the copies; the copy engine gathers a tile's windows by itself. Two warpgroups,
-// of four warps each, multiply directly from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
-// weights that both need.
+// Convolution: the forward pass and the gradient of the input, with the matrix instructions and the copy engine of compute
+// capability 9.0 (code for sm_90a alone). One thread starts the copies; the copy engine gathers a tile's windows by itself.
+// Two warpgroups, of four warps each, multiply directly from the tiles in shared memory. Two blocks form a cluster: each
+// fetches half of the weights that both need.
 #pragma once
 
 #include "../stages.cuh"
@@ -19,7 +19,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 
 // D (64, N) += left (64, 16) * right (16, N), with N = 128 or 160; each warp has 16 rows, distributed as by `mma`. `left` and
 // `right` are the caller's variables of these names, which hold the operands' descriptors. LEFT_ACROSS and RIGHT_ACROSS are 1
-// if the operand's summed values run across the rows of its tile.
+// if the operand's summed values run across the rows of its tile. The three ones after the descriptors mean: add to D, and
+// negate neither operand.
 #define CONV_WGMMA_128(D, TYPE, LEFT_ACROSS, RIGHT_ACROSS)                                                             \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"                                     \
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                              \
@@ -78,9 +79,9 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
     using Base = Stages<STAGES, STAGE_BYTES, CLUSTER>;
     using Base::address, Base::advance, Base::barrier, Base::emptied, Base::round, Base::stage;
 
-    // Adds the products of `steps` steps to a warpgroup's sums. The warpgroup's STRIPS * 64 rows begin `left` bytes into a
-    // stage, and its COUNT columns `right` bytes into the stage. LEFT_SLICE and RIGHT_SLICE are the distances, in bytes, to the
-    // next 16 summed values.
+    // Adds the products of `steps` steps, of STEP (64) summed values each, to a warpgroup's sums. The warpgroup's STRIPS * 64
+    // rows begin `left` bytes into a stage, and its COUNT columns `right` bytes into the stage. LEFT_SLICE and RIGHT_SLICE are
+    // the distances, in bytes, to the next 16 summed values.
     template <typename T, Summed LEFT, Summed RIGHT, int STRIPS, int COUNT>
     __device__ __forceinline__ void multiply_steps(float (&acc)[STRIPS][COUNT / 2], int steps, int left, int right) {
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
@@ -130,6 +131,7 @@ __device__ __forceinline__ void each_strip(const float (&acc)[STRIPS][COUNT], in
 template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr bool FORWARD = D == Direction::FORWARD;
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
+    // A stage begins with the tile of the windows, (ROWS pixels, 64 summed values); the weights follow.
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES;
     // For the forward pass, a stage has one tile of weights, with a row for each of COUNT output channels. For the gradient of
     // the input, it has tiles of (64 output channels, 64 input channels).
@@ -139,21 +141,26 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     // The number of rows of each tile of weights that one block of the cluster fetches for both.
     static constexpr int RIGHT_HALF = (FORWARD ? COUNT : STEP) / 2;
 
+    // A cluster has 2 blocks.
     using Ring = Pipeline<STAGES, STAGE_BYTES, 2>;
 
+    // `true` in `Work`: the blocks of a cluster take neighbouring tiles of pixels and the same channels.
     static __device__ __forceinline__ void run(const Work<D, ROWS, COUNT, true> &work, const Conv2dShape &s,
                                                const Conv2dMaps &maps, Ring pipeline) {
         const Gather &gather = work.gather;
         const Window window(gather, work.row);
         // The copy engine takes the window's pixel with the lowest coordinates, and an offset of at least 0 from this pixel. If
-        // `move` is negative, the last tap has the lowest coordinate.
+        // `move`, the distance between neighbouring taps in pixels, is negative, the last tap has the lowest coordinate.
         const int low_y = min(0, (gather.y.taps - 1) * gather.y.move),
                   low_x = min(0, (gather.x.taps - 1) * gather.x.move);
+        // The first row of the half of the weights that this block fetches.
         const int half = int(cluster_rank()) * RIGHT_HALF;
+        // The step's block of 64 channels, and its kernel tap (a, b).
         Place place(gather, STEP, work.begin * STEP);
         for (int step = work.begin; step < work.end; ++step) {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier(), right = pipeline.address() + LEFT_BYTES;
+            // The windows go only to this block (`false`), the weights to both blocks of the cluster (`true`).
             copy_windows<false>(pipeline.address(), maps.windows[blockIdx.y], barrier, place.block * STEP,
                                 window.x + low_x, window.y + low_y, window.image,
                                 uint16_t(place.b * gather.x.move - low_x), uint16_t(place.a * gather.y.move - low_y));
@@ -186,6 +193,7 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
     typename Loads::Ring pipeline{shared_address(shared)};
     pipeline.init();
     if (int(threadIdx.x) >= WORKERS) {
+        // The thread that copies needs few registers. The warpgroups that multiply take those that it gives up.
         registers_fewer<40>();
         if (int(threadIdx.x) == WORKERS) Loads::run(work, s, maps, pipeline);
         __syncwarp();

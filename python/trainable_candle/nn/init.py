@@ -6,6 +6,8 @@ library's own (see `manual_seed`).
 
 `fan_in` is the number of inputs of each output, `fan_out` the number of outputs that each input
 affects: for a weight (out, in, ...), `in` and `out` times the number of kernel elements.
+
+In the examples, `model` is a `Sequential` whose first layer has a weight and a bias.
 """
 
 from __future__ import annotations
@@ -271,6 +273,7 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
     Raises:
         ArgumentError: If the nonlinearity is unknown.
     """
+    # The gains are torch's. Those of sigmoid, tanh and selu keep the variance only roughly.
     slope = 0.01 if param is None else param
     gains = {"linear": 1.0, "conv1d": 1.0, "conv2d": 1.0, "sigmoid": 1.0, "tanh": 5 / 3}
     gains |= {"relu": math.sqrt(2), "leaky_relu": math.sqrt(2 / (1 + slope**2)), "selu": 0.75}

@@ -34,7 +34,7 @@ QAT: Final = "trainable_candle.qat"
 QAT_SCALES: Final = "trainable_candle.qat_scales"
 """The entry that says that the scales of the rounding in `QAT` were learned."""
 INIT: Final = "trainable_candle.init"
-"""The entry with the initialisation of the adapter, if it is not the default."""
+"""The entry with the initialisation of the adapter, if it is not the default, `INITS[0]`."""
 
 
 @dataclass(frozen=True)
@@ -181,5 +181,6 @@ def stamp(path: Path) -> None:
         digest = hashlib.sha256()
         while block := file.read(_BLOCK):
             digest.update(block)
+        # The placeholder is as long as a digest, so the header keeps its length.
         file.seek(8)
         file.write(header.replace(_UNKNOWN.encode(), digest.hexdigest().encode()))

@@ -5,6 +5,7 @@ python make_diffusers.py diffusers.safetensors
 
 Tables are f64, since f32 loses digits in 1 - alpha where alpha is near 1. diffusers builds them in
 `torch.float32`; this script replaces that name by `torch.float64`. Latents and noise are f32.
+A time step is an index of the tables, which have 1000 entries.
 """
 
 import sys
@@ -15,12 +16,13 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 from safetensors.torch import save_file
 
+# The largest signal-to-noise ratio in the min-SNR weights (arXiv:2303.09556).
 GAMMA = 5.0
 
 
 def main() -> None:
     torch.manual_seed(20261121)
-    latents, noise = torch.randn(2, 4, 4, 8, 8)
+    latents, noise = torch.randn(2, 4, 4, 8, 8)  # (4 samples, 4 channels, 8, 8) each
     timesteps = torch.tensor([0, 250, 777, 999])
     float32, torch.float32 = torch.float32, torch.float64
     scheduler = DDPMScheduler(

@@ -1,6 +1,6 @@
-//! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks, and
-//! for the shift and the scale of the last norm. In Flux, each block has its own layers that compute its modulation.
-//! Chroma's network was distilled from these layers of Flux.1-schnell. The name of Chroma's network in files is
+//! The network of Chroma that computes the modulation table: a row for each shift, scale and gate of all transformer
+//! blocks, and for the shift and the scale of the last norm. In Flux, each block has its own layers that compute its
+//! modulation. Chroma's network was distilled from these layers of Flux.1-schnell. Its name in files is
 //! `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
@@ -13,7 +13,8 @@ use crate::saved::Saved;
 /// The epsilon that the norms add to the mean square, as in the original code. diffusers adds the machine epsilon of
 /// the dtype instead. In f32 this makes hardly any difference.
 const EPS: f64 = 1e-6;
-/// The row numbers of the modulation table are multiplied by this number before their sinusoids are computed.
+/// The row numbers of the modulation table are multiplied by this number before their sinusoids are computed, as the
+/// time from 0 to 1 is.
 const ROW_SCALE: f32 = 1000.0;
 /// The number of rows of the modulation table for a single-stream block: shift, scale, gate.
 const SINGLE_ROWS: usize = 3;
@@ -58,7 +59,7 @@ pub(super) struct Approximator {
     /// which is always 0, and of the row's number.
     fixed_features: Tensor,
     in_proj: Linear<Tensor>,
-    /// The residual layers, without their norms.
+    /// The residual layers, without their norms. Each computes what a timestep embedding does: linear, SiLU, linear.
     layers: Vec<TimestepEmbedding>,
     /// The norm before each residual layer.
     norms: Vec<RmsNorm>,
@@ -72,11 +73,13 @@ impl Approximator {
     /// As [`Weights::get`].
     pub fn new(sizes: ApproximatorSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let ApproximatorSizes { channels, width, layers, dim, .. } = sizes;
+        // The last argument of `linear` and the third of `named`: the layers have biases.
         let in_proj = weights.linear("in_proj", channels, width, true)?;
         let device = in_proj.weight.device();
         Ok(Self {
             sinusoids: Sinusoids::new(channels / 4, device)?,
             fixed_features: fixed_features(sizes, device)?,
+            // Inputs, hidden features and results all have `width` features.
             layers: (0..layers)
                 .map(|i| TimestepEmbedding::named(LINEAR, [width; 3], true, &mut weights.pp(&format!("layers.{i}"))))
                 .collect::<Result<_>>()?,
@@ -108,6 +111,7 @@ impl Approximator {
     pub fn saved(&self, saved: &mut Saved) {
         let ApproximatorSizes { channels, width, .. } = self.sizes;
         let rows = self.sizes.rows();
+        // Of each linear layer: the number of its input values, and the number of rows to which it is applied.
         saved.linear(&self.in_proj, (rows * channels, rows));
         for layer in &self.layers {
             // The input of the norm.

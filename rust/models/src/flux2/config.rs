@@ -32,7 +32,8 @@ pub struct Flux2Config {
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
     /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by the
-    /// position along this axis.
+    /// position along this axis. The four axes are one on which all tokens of text and image are at 0, the row and the
+    /// column of an image token, and the index of a text token.
     pub axes_dims_rope: Vec<usize>,
 }
 
@@ -57,6 +58,8 @@ impl Configuration for Flux2Config {
     /// Missing fields have diffusers' defaults: FLUX.2-dev's values, not those of [`Flux2Config::default`].
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(Flux2Transformer::CLASS_NAME, map);
+        // Fields of which the model supports only this value. `patch_size` is 1 because the caller makes the patches of
+        // 2 × 2 latents: to the model, a patch is one position.
         fields.only(&[
             ("patch_size", json!(1)),
             ("mlp_ratio", json!(3.0)),
@@ -87,6 +90,7 @@ impl Configuration for Flux2Config {
             "_class_name": Flux2Transformer::CLASS_NAME,
             "patch_size": 1,
             "in_channels": self.in_channels,
+            // diffusers writes null if the number is that of `in_channels`.
             "out_channels": (self.out_channels != self.in_channels).then_some(self.out_channels),
             "num_layers": self.num_layers,
             "num_single_layers": self.num_single_layers,

@@ -14,6 +14,7 @@ use crate::registry::ModelKind;
 /// The registry entry of SD3's transformer.
 pub static KIND: ModelKind = ModelKind::of::<SD3Transformer>(
     "SD3Transformer",
+    // The noun in messages, and a prefix of keys by which messages about a wrong file recognise the model.
     ("an SD3 transformer", "transformer_blocks.0.norm1_context."),
     &[SD3Transformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

@@ -125,7 +125,7 @@ impl Beside {
 
     /// Return the adapter's product and the frozen product as a single product, whose rank is the sum of their ranks.
     /// Without an adapter, this is the frozen product alone. None if the adapter is not a low-rank product, or if its
-    /// scale is 0.
+    /// scale is 0, by which the frozen product could not be divided.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
@@ -166,6 +166,7 @@ impl Adapter for Beside {
         self.inner.as_ref().and_then(|inner| inner.replaces_weight())
     }
 
+    /// The scale of the trained adapter; 0 if there is none.
     fn scale(&self) -> f64 {
         self.inner.as_ref().map_or(0.0, |inner| inner.scale())
     }

@@ -70,6 +70,7 @@ impl AdamW8bit {
     }
 }
 
+// The number is that of the hyper-parameters that bitsandbytes takes by position: lr, betas, eps, weight_decay.
 registered!(
     Adam8bitRule,
     "Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.",
@@ -99,6 +100,7 @@ macro_rules! rule {
             const KERNELS: Option<Kernels<Adam8bitConfig>> = Some(Kernels {
                 prepare: "adam_8bit",
                 step: "small_adam",
+                // No kernel runs before the step's.
                 before: &[],
                 step_8bit: Some("adam_8bit"),
                 settings: kernel_settings,
@@ -204,6 +206,7 @@ fn update_elements(
 }
 
 impl Step<2> for Coefficients {
+    /// With these codes of the first and of the second moment, bitsandbytes fills up a last block that is not full.
     const PADDING_CODES: [u8; 2] = [128, 0];
 
     /// If an element's gradient or its new second moment is non-finite, the element does not change and its moments
@@ -212,10 +215,11 @@ impl Step<2> for Coefficients {
     fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, values: &mut [Values; 2]) {
         let mut largest = l.splat(0.0);
         for grad in block.grad.chunks_exact(L::WIDTH) {
+            // NaN is larger than all numbers to `max_bits`, so the condition below is false if a gradient is NaN.
             largest = l.max_bits(largest, l.abs(l.load(grad)));
         }
-        // If the condition holds, the squares of the gradients are at most 1e36, and all new second moments are finite
-        // in f32.
+        // `states[1].1` is the scale of the second moments, which is the largest of them. If the condition holds, the
+        // squares of the gradients are at most 1e36, and all new second moments are finite in f32.
         if l.all_at_most(largest, l.splat(1e18)) && *block.states[1].1 <= 1e37 {
             self.update_block::<L, false>(l, block, values);
         } else {
@@ -247,6 +251,7 @@ impl Coefficients {
         let (step_size, eps, decay) = (l.splat(self.step_size), l.splat(self.eps), l.splat(self.decay));
         let zero = l.splat(0.0);
         let (mut max1, mut max2) = (zero, zero);
+        // `decode` looks up the codes of four registers at once; `part` returns one of the four.
         for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
             let (codes1, codes2) = (&codes1[start..], &codes2[start..]);
             let (decoded1, decoded2) = (l.decode(codebook1, codes1), l.decode(codebook2, codes2));
@@ -295,6 +300,7 @@ impl Coefficients {
             }
         }
         (*absmax1, *absmax2) = (l.largest(max1), l.largest(max2));
+        // `encode_block` also takes the infinite factor of a block whose moments are all 0.
         codebook1.encode_block(l, m, 1.0 / *absmax1, codes1);
         codebook2.encode_block(l, v, 1.0 / *absmax2, codes2);
     }
@@ -307,6 +313,7 @@ mod tests {
 
     #[test]
     fn all_implementations_of_lanes_give_equal_steps() {
+        // The coefficients of the third step.
         check_equal_steps(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
     }
 }
