@@ -1,8 +1,9 @@
-// Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
+// Picking elements by integer ids: index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
 // x and dx are (outer, size, inner), where `size` is the size of the indexed dimension; y and grad are (outer, count, inner). The ids are
-// (count) for index_select, and (outer, count, inner) for gather. An id is out of range unless 0 <= id < size. For an id out of range, the
-// forward kernels write 0 and report the id's index, and the backward kernels leave out its gradient. Gradients of equal ids are added in a
+// (count) for index_select, and (outer, count, inner) for gather, of `id_bytes` bytes each. An id is out of range unless 0 <= id < size. For
+// an id out of range, the forward kernels write 0 and report the id's index in *out_of_range (see ids.cuh), and the backward kernels leave
+// out its gradient. Gradients of equal ids are added in a
 // fixed order, in f32 (f64 for f64). A pack is N neighbouring elements along `inner`: N = WIDE elements of 16 bytes in all, or N = 1.
 
 #include "architecture.cuh"
@@ -42,8 +43,8 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
 // The number of threads of a block in the kernels for index_select's gradient. Loops over the ids take as many ids in each step: each
 // thread loads one id.
 constexpr int THREADS = 128;
-// How many blocks a multiprocessor must have room for at a time. With 0, the compiler chooses, and may spill registers so that one more
-// block fits.
+// How many blocks a multiprocessor must have room for at a time. The number limits a thread's registers. With 0, the compiler sets its own
+// limit, which may be so low that the kernel spills registers to make room for one more block. The numbers are those without spills.
 constexpr int SCATTER_BLOCKS = ARCHITECTURE >= 1200 ? 10 : 0;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 2 ? 8 : 10;
 
@@ -56,7 +57,7 @@ struct Matches {
     uint32_t counts[THREADS / WARP];
 
     __device__ __forceinline__ uint32_t find(const void *ids, uint32_t id_bytes, uint64_t step, uint64_t end, int64_t wanted) {
-        const uint64_t at = step + threadIdx.x;
+        const uint64_t at = step + threadIdx.x; // the index of this thread's id
         const uint32_t warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         const bool matches = at < end && load_id(ids, id_bytes, at) == wanted;
         const uint32_t mask = __ballot_sync(ALL_LANES, matches);
@@ -64,20 +65,21 @@ struct Matches {
         if (!__syncthreads_or(matches)) return 0;
         if (lane == 0) counts[warp] = __popc(mask);
         __syncthreads();
-        uint32_t before = 0, total = 0;
+        uint32_t in_earlier_warps = 0, total = 0;
 #pragma unroll
         for (int w = 0; w < THREADS / WARP; w++) {
-            if (w < warp) before += counts[w];
+            if (w < warp) in_earlier_warps += counts[w];
             total += counts[w];
         }
-        if (matches) list[before + __popc(mask & ((1u << lane) - 1))] = threadIdx.x;
+        if (matches) list[in_earlier_warps + __popc(mask & ((1u << lane) - 1))] = threadIdx.x;
         __syncthreads();
         return total;
     }
 };
 
 // A column is one of the packs of (outer, inner), and a tile is THREADS columns. Each iteration of the outer loop handles the row `id` of
-// dx in one tile.
+// dx in one tile. `piece` is the number of ids in a piece (see index_select_backward below), and the block has the ids from `first` up to,
+// but not including, `end`. `at` is the index along `inner` of the first element of the column.
 template <typename T, int N>
 __device__ __forceinline__ void select_backward(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,
                                                 uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes,
@@ -86,9 +88,9 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     const uint64_t packs = inner / N, columns = outer * packs, piece = (count + gridDim.y - 1ull) / gridDim.y;
     const uint64_t first = blockIdx.y * piece, end = min(first + piece, static_cast<uint64_t>(count));
     const uint64_t tiles = (columns + THREADS - 1) / THREADS;
-    for (uint64_t block = blockIdx.x; block < tiles * size; block += gridDim.x) {
-        const uint64_t column = block / size * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;
-        const int64_t id = static_cast<int64_t>(block % size);
+    for (uint64_t work = blockIdx.x; work < tiles * size; work += gridDim.x) {
+        const uint64_t column = work / size * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;
+        const int64_t id = static_cast<int64_t>(work % size);
         A sum[N] = {};
         for (uint64_t step = first; step < end; step += THREADS) {
             const uint32_t found = matches.find(ids, id_bytes, step, end, id);
@@ -121,8 +123,8 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
     using A = Acc<T>;
     const uint64_t packs = inner / N, columns = outer * packs, tiles = (columns + THREADS - 1) / THREADS;
-    for (uint64_t block = blockIdx.x; block < tiles * count; block += gridDim.x) {
-        const uint32_t j = static_cast<uint32_t>(block % count);
+    for (uint64_t work = blockIdx.x; work < tiles * count; work += gridDim.x) {
+        const uint32_t j = static_cast<uint32_t>(work % count);
         const int64_t id = load_id(ids, id_bytes, j);
         bool is_first = is_id(id, size);
         for (uint64_t step = 0; step < j && is_first; step += THREADS) {
@@ -130,7 +132,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
             is_first = !__syncthreads_or(at < j && load_id(ids, id_bytes, at) == id);
         }
         if (!is_first) continue;
-        const uint64_t column = block / count * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;
+        const uint64_t column = work / count * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;
         A sum[N] = {};
         for (uint64_t step = j; step < count; step += THREADS) {
             const uint32_t found = matches.find(ids, id_bytes, step, count, id);

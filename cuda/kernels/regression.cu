@@ -25,8 +25,8 @@ template <typename A> struct Huber {
     A delta;
     explicit __device__ Huber(double delta) : delta(static_cast<A>(delta)) {}
     __device__ A value(A d) const {
-        const A size = fabs(d);
-        return size > delta ? delta * (size - A(0.5) * delta) : A(0.5) * d * d;
+        const A magnitude = fabs(d);
+        return magnitude > delta ? delta * (magnitude - A(0.5) * delta) : A(0.5) * d * d;
     }
 };
 
@@ -34,8 +34,8 @@ template <typename A> struct SmoothAbsolute {
     A beta;
     explicit __device__ SmoothAbsolute(double beta) : beta(static_cast<A>(beta)) {}
     __device__ A value(A d) const {
-        const A size = fabs(d);
-        return size > beta ? size - A(0.5) * beta : A(0.5) * d * d / beta;
+        const A magnitude = fabs(d);
+        return magnitude > beta ? magnitude - A(0.5) * beta : A(0.5) * d * d / beta;
     }
 };
 
@@ -56,10 +56,10 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
     for_each_pack<T>(len, are_wide(a, b), [&](uint64_t at, auto count) {
         constexpr int N = decltype(count)::value;
         const auto first = load_pack<N>(a + at), second = load_pack<N>(b + at);
-        Acc<T> part = 0;
+        Acc<T> pack_sum = 0;
 #pragma unroll
-        for (int i = 0; i < N; i++) part += function.value(widen(first.values[i]) - widen(second.values[i]));
-        total += part;
+        for (int i = 0; i < N; i++) pack_sum += function.value(widen(first.values[i]) - widen(second.values[i]));
+        total += pack_sum;
     });
     total = block_sum(total, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
@@ -69,7 +69,8 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 // First stage: partials[k] = the sum of the losses of the elements that thread block k reads. Losses, and their sum over a pack, are
 // computed in Acc<T>; all further sums in f64. Launch: block 256, no dynamic shared memory. The grid determines the order of the additions,
-// so it must depend only on `len` and T, for instance clamp(ceil(len / (2048 · WIDE<T>)), 1, 1024). Second stage: loss_total.
+// so it must depend only on `len` and T, for instance clamp(ceil(len / (2048 · WIDE<T>)), 1, 1024), with which each
+// thread reads about 8 packs. Second stage: loss_total.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \

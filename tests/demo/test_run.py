@@ -43,10 +43,10 @@ def test_the_run_writes_its_verdict_configuration_images_and_data(demo: DemoResu
     for name in ("loss.png", "before.png", "after.png"):
         with Image.open(demo.output / name) as image:
             assert min(image.size) > 300
-    pictures = check_folder(demo.output / "dataset")
-    assert {picture.caption for picture in pictures} == {"a handwritten 0"}
-    # The data has 178 images of the digit 0; the split holds out 30 % of them.
-    assert len(pictures) == 125
+    images = check_folder(demo.output / "dataset")
+    assert {image.caption for image in images} == {"a handwritten 0"}
+    # scikit-learn's data has 178 images of the digit 0; the split holds out 30 % of them.
+    assert len(images) == 125
 
 
 @pytest.mark.slow
@@ -93,19 +93,20 @@ def test_base_draws_the_nine_digits_it_has_seen() -> None:
         digits.from_grey(task.draw(prompts, SampleOptions(steps=25, seed=0))[..., 0])
     )
     assert (judged == np.repeat(seen, 20)).mean() > 0.9
-    # The number of images that the base was trained on.
+    # The base was trained on this number of images: those of the other nine digits.
     assert len(train.without(UNSEEN)) == 1133
 
 
 def test_the_embedding_of_the_unseen_digit_in_the_base_is_untrained() -> None:
-    # The seed with which the base was initialised.
+    # The seed with which the base was initialised before its training.
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
     shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()
     # The base's file is in f16.
     as_stored = fresh.astype(np.float16)
     np.testing.assert_array_equal(shipped[UNSEEN], as_stored[UNSEEN])
-    assert not np.array_equal(shipped[UNSEEN + 1], as_stored[UNSEEN + 1])
+    seen = UNSEEN + 1
+    assert not np.array_equal(shipped[seen], as_stored[seen])
 
 
 def test_base_has_at_most_1_mb() -> None:

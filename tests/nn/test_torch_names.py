@@ -1,4 +1,7 @@
-"""Layers, losses, functions and methods with the names that they have in torch."""
+"""Layers, losses, functions and methods that have the same names and results as in torch.
+
+Names that this library does not have raise errors that suggest an alternative.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,7 @@ Y = RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make",  # each function takes the module `nn` of this library or of torch
     [
         lambda n: n.LeakyReLU(0.2, inplace=True),
         lambda n: n.LeakyReLU(),
@@ -50,7 +53,7 @@ def test_layers_equal_those_of_torch(make: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
-    "make",
+    "make",  # n is the module `nn` of this library or of torch, r the reduction
     [
         lambda n, r: n.MSELoss(reduction=r),
         lambda n, r: n.L1Loss(reduction=r),
@@ -62,7 +65,7 @@ def test_layers_equal_those_of_torch(make: Callable[[Any], Any]) -> None:
 )
 def test_losses_equal_those_of_torch(make: Callable[[Any, str], Any], reduction: str) -> None:
     torch = pytest.importorskip("torch")
-    target = np.abs(Y) / 4  # like the probabilities that BCEWithLogitsLoss takes
+    target = np.abs(Y) / 4  # from 0 to about 1: BCEWithLogitsLoss takes probabilities
     found = make(nn, reduction)(tc.tensor(X), tc.tensor(target))
     expected = make(torch.nn, reduction)(torch.tensor(X), torch.tensor(target))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
@@ -71,7 +74,7 @@ def test_losses_equal_those_of_torch(make: Callable[[Any, str], Any], reduction:
 def test_cross_entropies_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     logits, classes = X.reshape(-1, 8), RNG.integers(0, 8, X.size // 8)
-    classes[::5] = 7
+    classes[::5] = 7  # so that some targets are equal to `ignore_index` below
     for settings in ({"label_smoothing": 0.1}, {"ignore_index": 7, "reduction": "sum"}):
         found = nn.CrossEntropyLoss(**settings)(tc.tensor(logits), tc.tensor(classes))
         expected = torch.nn.CrossEntropyLoss(**settings)(
@@ -133,8 +136,9 @@ def test_buffers_are_part_of_a_module_but_are_not_trained() -> None:
     assert set(net.state_dict()) == {"layer.weight", "layer.bias", "scale"}
     assert net.load_state_dict({**net.state_dict(), "scale": tc.ones(2)}) == ([], [])
     assert net.scale.tolist() == [1.0, 1.0]
-    net.requires_grad_(False).requires_grad_(True)
+    net.requires_grad_(False).requires_grad_(True)  # does not make the buffers trainable
     assert set(net.named_parameters()) == {"layer.weight", "layer.bias"}
+    # `to` converts the module in place, with both buffers.
     assert {str(net.to("f64").mask.dtype), str(net.scale.dtype)} == {"f64"}
     assert net(tc.ones(1, 2, dtype="f64")).shape == (1, 2)
     assert not Net._buffers  # the class, unlike its instance, has no buffers
@@ -169,7 +173,7 @@ def test_a_buffer_belongs_to_one_instance_of_a_class() -> None:
     [
         (lambda: nn.BatchNorm2d, "use GroupNorm"),
         (lambda: nn.TransformerEncoderLayer, "MultiheadAttention, LayerNorm and Linear"),
-        (lambda: nn.Nothing, "has no 'Nothing'$"),
+        (lambda: nn.Nothing, "has no 'Nothing'$"),  # not in torch either: no advice follows
         (lambda: Net().register_forward_hook, "write a subclass"),
         (lambda: Net().cuda, r"use to\("),
         (lambda: Net().nothing, "has no attribute 'nothing'$"),

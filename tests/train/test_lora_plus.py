@@ -1,4 +1,4 @@
-"""LoRA+: the factors B train at a multiple of the learning rate."""
+"""LoRA+: of the factors A and B of a LoRA, B trains at a multiple of the learning rate."""
 
 import json
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.adapters import Adapters
 from trainable_candle.train.optimizers import make_optimizer
 
+# A function that trains with settings and returns the bytes of the adapter's parameters by name.
 Train = Callable[..., dict[str, bytes]]
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 RATIO = 16.0
@@ -62,6 +63,7 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
         for parameter in group["params"]
     }
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=RATIO, adapter=kind)
+    # Adapters are given by component. The only component of a language model has the name "".
     found = rates(Adapters({"": adapters_of(GOLDEN, kind)}), config)
     assert found.keys() == expected.keys()
     # peft trains all vectors, and so also the magnitudes of DoRA, at the rate of B. The paper
@@ -74,6 +76,7 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
 
 
 def test_the_ratio_multiplies_the_rate_of_text_encoders_and_of_the_unet() -> None:
+    # The rate depends on the name of the part alone, so adapters of any model will do.
     parts = {part: adapters_of(BUILT_IN) for part in ("unet", "text_encoder", "text_encoder_2")}
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=4, train_text_encoder=True)
     # By default, the rate of text encoders is a tenth of the learning rate.
@@ -87,7 +90,8 @@ def test_the_ratio_multiplies_the_rate_of_text_encoders_and_of_the_unet() -> Non
 class UpdateChecker(Callback):
     """Compares each update with the formula of gradient descent.
 
-    `largest` has the largest update of each kind of parameter, such as `lora_A`.
+    `largest` has the absolute value of the largest update of each kind of parameter, such as
+    `lora_A`.
     """
 
     def __init__(self) -> None:
@@ -129,7 +133,7 @@ def test_updates_have_the_scheduled_rates(config: TrainConfig, kind: str) -> Non
 def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
     config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
 ) -> None:
-    """B gets the update of a learning rate `ratio` times as large; A gets that without a ratio.
+    """B trains as with a learning rate `ratio` times as large, A as without a ratio.
 
     This holds only in the first step: later gradients of A depend on B, which starts at zero.
     """
@@ -150,7 +154,7 @@ def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
 ) -> None:
     class StopAfter7(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-            if report.step == 7:
+            if report.step == 7:  # of 12; the latest checkpoint is that of step 5
                 trainer.stop()
 
     config = config.with_(adapter=kind, lora_plus_ratio=RATIO, learning_rate=1e-3)
@@ -158,7 +162,7 @@ def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
     interrupted = config.with_(output=str(tmp_path / "interrupted"))
     train(interrupted, StopAfter7())
     assert train(interrupted.with_(resume="latest")) == expected
-    # The finished run of 12 steps can only resume with more steps.
+    # The finished run of 12 steps can only resume with more steps than these.
     with pytest.raises(tc.WeightsFormatError, match="resume with the settings that the run was"):
         train(interrupted.with_(resume="latest", lora_plus_ratio=1, steps=13))
 
@@ -173,12 +177,14 @@ def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) ->
     )  # fmt: skip
     updates = UpdateChecker()
     train_adapter(config, callbacks=[updates], progress=False, report=lambda _: None)
+    # Updates of A are small in so few steps: its gradient is proportional to B, which starts at 0.
     assert min(updates.largest.values()) > 1e-6
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        # The message for kinds of adapters has both of the following parts.
         ({"adapter": "loha"}, "--lora-plus-ratio has no effect without --adapter lora or"),
         ({"adapter": "lokr"}, "other kinds have no factor B"),
         ({"adapter": "oft"}, "other kinds have no factor B"),

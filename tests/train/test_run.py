@@ -24,6 +24,7 @@ from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
 from trainable_candle.train.state import checkpoint_path, checkpoints
 
+# A function that trains with settings and returns the bytes of the adapter's parameters by name.
 Train = Callable[..., dict[str, bytes]]
 
 
@@ -40,10 +41,13 @@ def test_a_run_writes_its_log_settings_adapters_and_checkpoints_into_its_folder(
 ) -> None:
     train(config)
     output = Path(config.output)
+    # The run has 12 steps. It saves a checkpoint and an adapter every 5 steps and at the end; the
+    # last adapter is the file `ADAPTER`.
     folders = [checkpoint_path(output, step).name for step in (5, 10, 12)]
     files = [ADAPTER, CONFIG, CURVE, LOG, JSON_LOG]
     files += [step_adapter_path(output, step).name for step in (5, 10)]
     assert sorted(p.name for p in output.iterdir()) == sorted([*files, *folders])
+    # The plan has chosen the two settings that `config` leaves open.
     assert TrainConfig.from_yaml(output / CONFIG) == config.with_(
         base_precision="same", gradient_checkpointing="none"
     )
@@ -57,11 +61,12 @@ def test_a_run_writes_its_log_settings_adapters_and_checkpoints_into_its_folder(
 
 def test_a_number_of_epochs_becomes_a_number_of_steps(config: TrainConfig) -> None:
     lines: list[str] = []
+    # `steps` gets its default value, as if it were not given.
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     images = len(list(Path(config.dataset).glob("*.png")))
-    # If the last images of an epoch do not fill a batch of 4, the next epoch completes the batch. A
-    # step uses 2 batches.
+    # If the last images of an epoch do not fill a batch of 4, the next epoch completes the batch, so
+    # only full batches count (//). A step uses 2 batches; an odd last batch takes a whole step.
     assert run.step == math.ceil(3 * images // 4 / 2)
     assert f"epochs: 3 of {images} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
@@ -115,6 +120,7 @@ def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, tr
 def test_a_finished_adapter_is_not_overwritten(config: TrainConfig, train: Train) -> None:
     train(config)
     adapter = Path(config.output) / ADAPTER
+    # Without checkpoints, the adapter itself is what keeps a new run out of the folder.
     for checkpoint in checkpoints(adapter.parent):
         shutil.rmtree(checkpoint)
     before = adapter.read_bytes()
@@ -232,7 +238,7 @@ def test_dora_has_a_magnitude_for_each_output_or_input(
         {"save_every": 1},
         {"keep_checkpoints": 1},
         {"log_every": 4},
-        {"caption": "1"},
+        {"caption": "1"},  # for images without a caption; here every image has one
         {"keep_adapters": 1},
         {"tensorboard": True},
         {"vram": 4.0},
@@ -290,7 +296,10 @@ def test_an_unknown_or_missing_device_is_reported_before_anything_is_read(
 
 
 class OneOutOfMemory(Callback):
-    """Raises an out-of-memory error once, at the end of step `step`."""
+    """Raises an out-of-memory error once, at the end of step `step`.
+
+    Both attempts, the one that fails and the one after it, must begin at step 0.
+    """
 
     def __init__(self, step: int) -> None:
         self.step: int | None = step
@@ -309,6 +318,8 @@ class OneOutOfMemory(Callback):
 def test_a_run_out_of_memory_restarts_with_a_new_plan_and_the_same_result(
     config: TrainConfig, train: Train, tmp_path: Path, step: int
 ) -> None:
+    # Four blocks and large batches, so that gradient checkpointing saves memory: otherwise there
+    # would be no smaller plan.
     deep = tc.models.DigitsTransformer(num_layers=4, num_attention_heads=2, attention_head_dim=8)
     deep.save_pretrained(tmp_path / "deep")
     config = config.with_(weights=str(tmp_path / "deep"), batch_size=32)
@@ -377,7 +388,7 @@ def test_a_run_with_streamed_blocks_on_a_gpu_resumes_without_them_on_the_cpu(
 ) -> None:
     train(config.with_(steps=5))
     state = checkpoint_path(Path(config.output), 5) / "state.json"
-    # Write the checkpoint as a run on a GPU would.
+    # Change the checkpoint to that of a run on a GPU which streams one block.
     text = state.read_text()
     assert '"stream_blocks": null' in text
     state.write_text(text.replace('"stream_blocks": null', '"stream_blocks": 1'))
@@ -424,7 +435,8 @@ def test_a_resumed_run_out_of_memory_gets_a_new_plan(
 
 
 def test_without_another_plan_the_error_of_the_run_is_raised(config: TrainConfig) -> None:
-    # The user has set all that a plan could change, and no rank is smaller than 1.
+    # The user has set all that a plan could change, so there is no smaller plan; nor is there a
+    # rank below 1 that an error could advise.
     with pytest.raises(tc.OutOfMemoryError, match="matmul: there is too little"):
         train_adapter(
             config.with_(gradient_checkpointing="full", base_precision="same", rank=1),

@@ -95,8 +95,9 @@ class Verdict:
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:
     """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
 
-    ``train`` is the training part of the real images. The judge's accuracy and the spread of real
-    images of the digit are measured on it.
+    ``train`` is the real images on which the base and the LoRA were trained. The judge was not
+    fitted on them, so its accuracy is measured on them. So is the spread of real images of the
+    digit.
 
     Raises:
         ValueError: ``after``, or the images of the digit in ``train``, are fewer than two.

@@ -1,5 +1,5 @@
-//! What every launch of a kernel needs: addresses of tensors, arguments, the kernel's variant, the grid of blocks, new
-//! tensors for the results.
+//! What every launch of a CUDA kernel needs: addresses of tensors, arguments, the kernel's variant, the grid of blocks,
+//! new tensors for the results.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -52,7 +52,7 @@ pub struct Shape {
     pub shared: u32,
 }
 
-/// The number of threads of the largest team (`cuda/include/rows.cuh`).
+/// The number of threads of the largest team. A team is the threads that work on one row (`cuda/include/rows.cuh`).
 pub const TEAM: usize = 512;
 
 impl Shape {
@@ -133,10 +133,11 @@ impl<A: Arguments> Function<A> {
     /// [`Error::DType`] if an argument points to elements of another type than the kernel reads or writes there,
     /// [`Error::Device`] if the driver reports an error.
     pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
-        arguments.lend(|places, elements| {
+        // `values` points to the value of each argument. `elements` has the element type of each argument that is a pointer.
+        arguments.lend(|values, elements| {
             check(op, &self.loaded.name, self.loaded.pointers, elements)?;
             // SAFETY: the arguments are the kernel's; the rest is the caller's promise.
-            unsafe { self.loaded.launch(op, gpu, shape, places) }
+            unsafe { self.loaded.launch(op, gpu, shape, values) }
         })
     }
 }
@@ -413,6 +414,7 @@ pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'
 /// # Errors
 /// [`Error::DType`] if `from` or `to` is not among these dtypes.
 pub fn any_suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
+    // Makes a static list of the two suffixes for every pair of dtypes: the first rule finds `from`, the second `to`.
     macro_rules! pairs {
         ($($from:ident $f:literal)*; $to:tt) => {
             match from {
@@ -454,6 +456,7 @@ mod tests {
     #[test]
     fn a_kernel_takes_pointers_to_its_dtype_and_null_but_not_to_another_dtype() {
         let f16 = SOFTMAX_FORWARD.variants.iter().find(|variant| variant.dtypes == ["f16"]).expect("a variant for f16");
+        // The kernel's pointers are x and y.
         let check_f16 = |elements: [Element; 2]| check("softmax", "softmax_forward_f16", f16.pointers, &elements);
         assert!(check_f16([Element::F16, Element::F16]).is_ok());
         assert!(check_f16([Const::NULL.element, element(DType::F16)]).is_ok());

@@ -1,4 +1,5 @@
-//! Random numbers, equal to those of the CPU up to rounding.
+//! Random numbers drawn by kernels on a GPU. They equal, up to rounding, those that the CPU draws from the same state of
+//! the generator.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::random::{NORMAL, Normal, UNIFORM, Uniform};
@@ -10,7 +11,7 @@ use crate::rng::state::State;
 use crate::{Raw, Result};
 
 /// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers in [0, 1) that the generator draws from
-/// `start` on.
+/// its state `start` on.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device, or the driver reports an error;
@@ -27,8 +28,8 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
     })
 }
 
-/// A tensor of `mean + std z` in f32, where z are the standard normal numbers that the generator draws from `start`
-/// on.
+/// A tensor of `mean + std z` in f32, where z are the standard normal numbers that the generator draws from its
+/// state `start` on.
 ///
 /// # Errors
 /// As [`uniform`].
@@ -45,7 +46,8 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
 }
 
 /// Draws with a kernel. `arguments` makes the kernel's arguments from the result, the result's number of elements, and
-/// the two values by which the kernel finds its seed and position: the address and the state from [`generator`].
+/// the two values by which the kernel finds its seed and position: an address, which is null outside a CUDA graph, and a
+/// state (see [`generator`]).
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,
@@ -58,6 +60,7 @@ fn draw<A: Arguments>(
     let y = empty(op, gpu, dims, DType::F32)?;
     let count = y.elem_count();
     if count > 0 {
+        // The kernels have no variants for dtypes: they write f32.
         let function = gpu.function(kernel, &[])?;
         // Each thread draws four numbers.
         let shape = Shape::threads(op, count.div_ceil(4))?;

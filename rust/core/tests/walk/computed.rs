@@ -1,4 +1,4 @@
-//! Checkpointed functions whose inputs are results of operations.
+//! Tests checkpointed functions whose inputs are results of operations or views, not variables.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::Case;
@@ -20,6 +20,7 @@ impl Derived {
     fn apply(self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Computed => x.mul_scalar(2.0),
+            // Turned twice, the view has the original order of dimensions.
             Self::View => turned_view(&turned_view(x)?),
         }
     }
@@ -43,9 +44,11 @@ pub fn checkpoints_take_computed_tensors(
     device: &Device,
     tolerance: f64,
 ) -> std::result::Result<(), String> {
-    let drawn = text(draw(case, DType::F32, false))?;
+    // `text` converts errors to messages.
+    let strided = false;
+    let drawn = text(draw(case, DType::F32, strided))?;
     let inputs = text(drawn.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
-    // `None`: all inputs are computed.
+    // The index of the input that is computed from a variable; `None`: all inputs are.
     let chosen = std::iter::once(None).chain((0..inputs.len()).map(Some));
     for (chosen, derived) in chosen.flat_map(|chosen| [(chosen, Derived::Computed), (chosen, Derived::View)]) {
         let derive = move |x: &[Tensor]| -> Result<Vec<Tensor>> {

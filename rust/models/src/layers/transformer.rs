@@ -8,7 +8,8 @@ use super::attention::{Attention, AttentionSizes};
 use super::resnet::conv1x1;
 use crate::saved::Saved;
 
-/// Added to the variance in the norm before the blocks; fixed in diffusers.
+/// Added to the variance in the norm before the blocks. In diffusers it is a constant too, not a field of the
+/// configuration.
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
@@ -76,12 +77,14 @@ impl Block {
     fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let &[width, hidden] = self.ff_out.weight.dims() else { return };
         let values = area * width;
-        // Each norm keeps its input.
+        // Each of the three norms keeps its input.
         saved.keep(values);
         self.attn1.saved(area, None, saved);
         saved.keep(values);
         self.attn2.saved(area, Some(context), saved);
         saved.keep(values);
+        // A linear layer gets the number of its input values and the number of its tokens. The inputs of both layers, a
+        // norm and an activation, are cheap to recompute.
         saved.cheap_linear(&self.ff_in, (values, area));
         // The gated activation keeps both halves of its input.
         saved.keep(2 * area * hidden);
@@ -168,8 +171,9 @@ impl SpatialTransformer {
             blocks: (0..sizes.depth)
                 .map(|i| Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<Blocks<_>>>()?
-                // The convolutions around the blocks keep more than a block does, so full checkpointing recomputes
-                // stretches of several blocks.
+                // The convolutions around the blocks keep more for the backward pass than several blocks do. When the
+                // backward pass reaches the blocks, it has freed some of that memory, enough to recompute several blocks
+                // at a time (a stretch). So full checkpointing keeps one input for each stretch, not one for each block.
                 .nested(),
             proj_out: Projection::new("proj_out", &sizes, weights)?,
         })
@@ -197,6 +201,7 @@ impl SpatialTransformer {
     /// Adds to `saved` what the tape keeps for an image of `area` pixels and a context of `context` tokens.
     pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let values = area * self.proj_in.layer().base().rows();
+        // The layers before and after the blocks are outside of checkpoints.
         saved.outside(|saved| {
             // The norm keeps its input. Its result, which `proj_in` reads, is cheap to recompute.
             saved.keep(values);
@@ -206,6 +211,7 @@ impl SpatialTransformer {
         // Full checkpointing recomputes the blocks of a stretch together.
         let stretch = self.blocks.stretch();
         for i in 0..self.blocks.len() {
+            // Counts block `i` under the policy of that block.
             saved.one(&self.blocks, i, |block, saved| {
                 let recomputed_with_previous = i % stretch > 0;
                 saved.block(values, recomputed_with_previous, |saved| block.saved(area, context, saved));

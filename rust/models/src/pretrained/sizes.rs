@@ -5,22 +5,23 @@ use trainable_candle_io::WeightFiles;
 
 use super::Layout;
 
-/// Looks up the shapes of a file's tensors by the model's own names of its parameters.
+/// Looks up the shapes of a file's tensors by the names that the model gives to its parameters.
 pub struct StoredSizes<'a> {
     files: &'a WeightFiles,
     layout: Box<dyn Layout>,
 }
 
 impl<'a> StoredSizes<'a> {
-    /// The shapes in `files`. `layout` maps the model's names to the keys in the files.
+    /// Looks up shapes in `files`. `layout` maps the model's names to the keys in the files.
     pub fn new(files: &'a WeightFiles, layout: Box<dyn Layout>) -> Self {
         Self { files, layout }
     }
 
     /// The shape of the tensor that holds the parameter `name`, if there is one.
     fn shape(&self, name: &str) -> Option<&[usize]> {
-        let mut places = self.layout.keys(name).into_iter();
-        places.find_map(|place| self.files.shape(&format!("{}{}", self.layout.prefix(), place.key)))
+        // A layout may list several keys for a parameter; a file has one of them.
+        let mut candidates = self.layout.keys(name).into_iter();
+        candidates.find_map(|candidate| self.files.shape(&format!("{}{}", self.layout.prefix(), candidate.key)))
     }
 
     /// Whether the file has the parameter `name`.

@@ -1,4 +1,4 @@
-//! The middle block of the encoder and of the decoder.
+//! The middle block of an autoencoder's encoder and decoder (diffusers' `AutoencoderKL`), and its residual blocks.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Blocks, GroupNorm, Init, Module, Visitor, Weights};
@@ -6,7 +6,7 @@ use trainable_candle_nn::{Blocks, GroupNorm, Init, Module, Visitor, Weights};
 use super::VaeConfig;
 use crate::layers::{Attention, AttentionSizes, ResnetBlock, ResnetSizes};
 
-/// Added to the variance in the norms; fixed in diffusers.
+/// Added to the variance in the norms. In diffusers it is a constant too, not a field of the configuration.
 pub(super) const EPS: f64 = 1e-6;
 
 /// Makes a residual block without a timestep.
@@ -20,9 +20,12 @@ pub(super) fn resnet(
     ResnetBlock::new(sizes, weights)
 }
 
-/// Runs residual block `index` on the feature map `x (B, H, W, C)`.
+/// Runs residual block `index` of `blocks` on the feature map `x (B, H, W, C)`.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, x: &Tensor) -> Result<Tensor> {
-    blocks.run_one(index, &[x], |block, inputs| block.forward(&inputs[0], None))
+    blocks.run_one(index, &[x], |block, inputs| {
+        let time_embedding = None;
+        block.forward(&inputs[0], time_embedding)
+    })
 }
 
 /// Self-attention with one head over the pixels of a feature map. Its result is added to the feature map.
@@ -48,13 +51,15 @@ impl PixelAttention {
             ));
         };
         let pixels = self.group_norm.forward(x)?.reshape((batch, height * width, channels))?;
-        x.add(&self.attention.forward(&pixels, None)?.reshape(x.dims())?)
+        let context = None; // self-attention
+        x.add(&self.attention.forward(&pixels, context)?.reshape(x.dims())?)
     }
 }
 
 impl Module for PixelAttention {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("group_norm", &self.group_norm)?;
+        // In diffusers the attention's layers (`to_q` and others) are beside `group_norm`, not in a module of their own.
         self.attention.visit(visitor)
     }
 }

@@ -1,4 +1,4 @@
-//! A frozen linear layer that owns its adapter, for training without a model.
+//! A frozen linear layer that owns its adapter, for users who train single layers instead of a whole model.
 
 use std::marker::PhantomData;
 
@@ -94,6 +94,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is not on `device`, [`Error::OutOfMemory`]
     /// if the parameters do not fit into memory.
     pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
+        // A rank of 0 must not divide; `with_settings` rejects it.
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
     }
@@ -111,6 +112,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     ) -> Result<Self> {
         let (weight, bias) = (base_weight.into(), bias.map(|b| b.detach()));
         check_base(K::NAME, (&weight).into(), bias.as_ref(), settings.rank, device)?;
+        // The layer is frozen, so a weight that is a tensor must have no node on the tape. Other weights never have one.
         let weight = weight.tensor().map_or_else(|| weight.clone(), |tensor| tensor.detach().into());
         let base = Base { weight: (&weight).into(), bias: bias.as_ref(), operation: Operation::Linear };
         let parameters = K::KIND

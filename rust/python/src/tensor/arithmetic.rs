@@ -56,6 +56,8 @@ fn with_scalar(
     }
 }
 
+// Python calls a reflected operator, such as `__radd__`, on the right operand: there the closures get `self` as `a`, but
+// `a` is the second operand of the operation.
 #[pymethods]
 impl Tensor {
     fn __add__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
@@ -82,7 +84,8 @@ impl Tensor {
         with_scalar(py, "mul", &self.0, &other, |a, b| b.mul(a), tc::Tensor::mul_scalar)
     }
 
-    // Division by a number is a true division, because multiplication by the reciprocal would round twice.
+    // A divisor that is a number becomes a tensor too: a product with its reciprocal, as a scalar factor, would round
+    // twice.
     fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, tc::Tensor::div)).map(Self)
     }

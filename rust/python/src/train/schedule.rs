@@ -1,4 +1,4 @@
-//! The noise schedule of diffusion models.
+//! The Python class `NoiseSchedule`: the noise schedule of diffusion models.
 
 use std::sync::Arc;
 
@@ -60,7 +60,7 @@ impl NoiseSchedule {
             beta_schedule: beta_schedule.parse()?,
             beta_start: beta_start.get(OP, "beta_start")?,
             beta_end: beta_end.get(OP, "beta_end")?,
-            trained_betas: None,
+            trained_betas: None, // only read from files: a list of all betas in place of the three settings above
             num_train_timesteps: num_train_timesteps.count(OP, "num_train_timesteps")?,
             prediction_type: prediction_type.parse()?,
             rescale_betas_zero_snr,

@@ -1,4 +1,4 @@
-//! Losses of the difference of two tensors.
+//! Losses of the difference of two tensors: squared, absolute, Huber and smooth absolute.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -150,6 +150,7 @@ impl<F: Distance> Binary for Value<F> {
     const KERNEL: &'static str = F::VALUE;
 
     fn parameters(&self) -> [f64; 2] {
+        // The kernels take two numbers; this one uses the first.
         [self.0.threshold(), 0.0]
     }
 
@@ -159,8 +160,8 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), where g is the gradient of the
-/// result.
+/// The gradient with respect to a of the loss of a pair of elements (a, b): g · `factor` · slope(a - b), where g is the
+/// gradient of the result.
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
@@ -193,7 +194,7 @@ impl Unary for Negative {
     }
 }
 
-/// The sum of the losses, in one pass over both tensors.
+/// The sum of the losses of all pairs of elements, without a tensor of the single losses.
 fn sum<T: Elem, F: Distance>(a: &[T], b: &[T], function: F) -> f64 {
     let mut sums = vec![0f64; a.len().div_ceil(GRAIN)];
     par_chunks_mut(&mut sums, 1, |piece, sum| {
@@ -239,6 +240,7 @@ impl<F: Distance> Backward for DistanceBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let slope = Slope { function: self.function, factor: self.factor };
         let grad = compute::ternary(context.grad(), &self.input.get()?, &self.target.get()?, slope)?;
+        // Input 0 is `input`, input 1 `target`. `add` ignores a gradient that is not needed.
         if context.needs(1) {
             context.add(1, compute::unary(&grad, Negative)?)?;
         }
