@@ -34,7 +34,7 @@ ENCODERS: dict[str, tuple[int, int, int, int, str, int | None]] = {
     "text_encoder": (768, 3072, 12, 12, "quick_gelu", None),
     "text_encoder_2": (1280, 5120, 32, 20, "gelu", 1280),
 }
-# Square, landscape and portrait of 1.0 to 1.2 MP, and a landscape of 1.6 MP.
+# Width and height: square, landscape and portrait of 1.0 to 1.2 MP, and a landscape of 1.6 MP.
 SIZES = ((1024, 1024), (1280, 960), (960, 1280), (1536, 1024))
 
 Shapes = dict[str, tuple[int, ...]]
@@ -68,7 +68,7 @@ def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
     """SDXL's configurations by folder, made from those of the tiny SDXL."""
     found = {
         "unet": {
-            "attention_head_dim": [5, 10, 20],
+            "attention_head_dim": [5, 10, 20],  # diffusers' name for the numbers of heads
             "block_out_channels": [320, 640, 1280],
             "transformer_layers_per_block": [1, 2, 10],
             "layers_per_block": 2,
@@ -120,16 +120,18 @@ def vae_shapes() -> Shapes:
     def coder(
         name: str, ends: tuple[int, int], widths: list[int], resnets: int, scaled: str
     ) -> None:
-        # `ends`: the channels of the input and of the output. `scaled`: the name of the layers that
-        # change the resolution, after every level but the last.
+        # Adds an encoder or a decoder to `shapes`. `ends`: the channels of its input and of its
+        # output. `widths`: the channels of each level. `resnets`: the number of residual blocks of
+        # a level. `scaled`: the name of the layers that change the resolution, after every level
+        # but the last.
         _conv(shapes, f"{name}.conv_in", widths[0], ends[0], 3)
-        before = widths[0]
+        channels = widths[0]  # of the feature map so far
         kind = "down" if scaled == "downsamplers" else "up"
         for level, width in enumerate(widths):
             block = f"{name}.{kind}_blocks.{level}"
             for number in range(resnets):
-                _resnet(shapes, f"{block}.resnets.{number}", before, width)
-                before = width
+                _resnet(shapes, f"{block}.resnets.{number}", channels, width)
+                channels = width
             if level + 1 < len(widths):
                 _conv(shapes, f"{block}.{scaled}.0.conv", width, width, 3)
         for number in range(2):
@@ -170,6 +172,9 @@ def text_shapes(width: int, inner: int, layers: int, projection: int | None) -> 
     return shapes
 
 
+# Each of the following functions adds the shapes of a layer's or block's parameters to `shapes`.
+
+
 def _conv(shapes: Shapes, name: str, out: int, inputs: int, kernel: int) -> None:
     shapes |= {f"{name}.weight": (out, inputs, kernel, kernel), f"{name}.bias": (out,)}
 
@@ -182,13 +187,13 @@ def _norm(shapes: Shapes, name: str, width: int) -> None:
     shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def _resnet(shapes: Shapes, name: str, before: int, width: int) -> None:
-    _norm(shapes, f"{name}.norm1", before)
-    _conv(shapes, f"{name}.conv1", width, before, 3)
+def _resnet(shapes: Shapes, name: str, inputs: int, width: int) -> None:
+    _norm(shapes, f"{name}.norm1", inputs)
+    _conv(shapes, f"{name}.conv1", width, inputs, 3)
     _norm(shapes, f"{name}.norm2", width)
     _conv(shapes, f"{name}.conv2", width, width, 3)
-    if before != width:
-        _conv(shapes, f"{name}.conv_shortcut", width, before, 1)
+    if inputs != width:
+        _conv(shapes, f"{name}.conv_shortcut", width, inputs, 1)
 
 
 def _random_weights(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:

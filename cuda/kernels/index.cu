@@ -1,10 +1,10 @@
 // Picking elements by integer ids: index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
 // x and dx are (outer, size, inner), where `size` is the size of the indexed dimension; y and grad are (outer, count, inner). The ids are
-// (count) for index_select, and (outer, count, inner) for gather, of `id_bytes` bytes each. An id is out of range unless 0 <= id < size. For
-// an id out of range, the forward kernels write 0 and report the id's index in *out_of_range (see ids.cuh), and the backward kernels leave
-// out its gradient. Gradients of equal ids are added in a
-// fixed order, in f32 (f64 for f64). A pack is N neighbouring elements along `inner`: N = WIDE elements of 16 bytes in all, or N = 1.
+// (count) for index_select, and (outer, count, inner) for gather; each has `id_bytes` bytes. An id is out of range unless 0 <= id < size.
+// For an id out of range, the forward kernels write 0 and report the id's index in *out_of_range (see ids.cuh), and the backward kernels
+// leave out its gradient. Gradients of equal ids are added in a fixed order, in f32 (f64 for f64). A pack is N neighbouring elements along
+// `inner`: N = WIDE elements of 16 bytes in all, or N = 1.
 
 #include "architecture.cuh"
 #include "ids.cuh"

@@ -1,4 +1,4 @@
-"""`nn.functional` against numpy and against separate operations."""
+"""The functions of `nn.functional` against numpy, and fused ones against separate operations."""
 
 import math
 
@@ -132,7 +132,7 @@ def test_attention_equals_numpy(masking):
         options = {"is_causal": True}
     elif masking == "boolean":
         mask = RNG.random((5, 7)) < 0.7
-        mask[:, 0] = True
+        mask[:, 0] = True  # every query sees at least one key
         scores = np.where(mask, scores, -np.inf)
         options = {"attn_mask": tc.tensor(mask)}
     elif masking == "additive":
@@ -198,9 +198,10 @@ def test_rms_norm_rope_equals_a_norm_and_a_rotation(interleaved):
         RNG.standard_normal((5, 3)),
     )
     cos, sin = np.cos(angles), np.sin(angles)
-    normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+    normalised_x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
     def rotated(x):
+        """Rotate pairs of elements: neighbours, or else one from each half."""
         a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
         parts = (a * cos - b * sin, a * sin + b * cos)
         return np.stack(parts, -1).reshape(x.shape) if interleaved else np.concatenate(parts, -1)
@@ -208,15 +209,16 @@ def test_rms_norm_rope_equals_a_norm_and_a_rotation(interleaved):
     tables = tc.tensor(cos), tc.tensor(sin)
     vx, vw = tc.Var(x), tc.Var(w)
     y = F.rms_norm_rope(vx, vw, *tables, interleaved=interleaved, eps=1e-3)
-    assert_close(y.detach(), rotated(normal * w))
+    assert_close(y.detach(), rotated(normalised_x * w))
     without_weight = F.rms_norm_rope(tc.tensor(x), None, *tables, interleaved, 1e-3)
-    assert_close(without_weight, rotated(normal))
+    assert_close(without_weight, rotated(normalised_x))
     # Rotations keep lengths, so the gradient of the sum of squares does not depend on the angles.
     (y * y).sum().backward()
-    assert_close(vw.grad, (2 * w * normal**2).sum((0, 1)))
-    u = 2 * w**2 * normal  # the gradient of the normalised values
-    rstd = normal / x  # the reciprocal of the root mean square
-    assert_close(vx.grad, rstd * (u - normal * (u * normal).mean(-1, keepdims=True)))
+    assert_close(vw.grad, (2 * w * normalised_x**2).sum((0, 1)))
+    u = 2 * w**2 * normalised_x  # the gradient of the normalised values
+    rstd = normalised_x / x  # the reciprocal of the root mean square
+    along_x = normalised_x * (u * normalised_x).mean(-1, keepdims=True)
+    assert_close(vx.grad, rstd * (u - along_x))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -303,6 +305,7 @@ def test_activations_equal_the_methods_of_tensors():
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
+    # `x` is a tensor of the shape (2, 4).
     [
         (
             lambda x: F.layer_norm(x, 5),
@@ -380,8 +383,9 @@ def test_activations_equal_the_methods_of_tensors():
     ],
 )
 def test_wrong_arguments_are_errors(call, error, text):
+    x = tc.ones(2, 4)
     with pytest.raises(error, match=text):
-        call(tc.ones(2, 4))
+        call(x)
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "states", "weight"])
@@ -400,7 +404,7 @@ def test_linear_cross_entropy_has_the_value_and_gradients_of_separate_operations
         if separate:
             loss = F.cross_entropy(states @ weight.T, ids, reduction="sum")
         else:
-            loss = F.linear_cross_entropy(states, weight, ids)
+            loss = F.linear_cross_entropy(states, weight, ids)  # the sum over the rows of `states`
         trained = [operand for name, operand in operands.items() if name != frozen]
         results.append([loss.item(), *(gradient.numpy() for gradient in tc.grad(loss, trained))])
     for fused, expected in zip(*results, strict=True):

@@ -65,7 +65,7 @@ def test_a_number_of_epochs_becomes_a_number_of_steps(config: TrainConfig) -> No
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     images = len(list(Path(config.dataset).glob("*.png")))
-    # If the last images of an epoch do not fill a batch of 4, the next epoch completes the batch, so
+    # If the last images of an epoch do not fill a batch of 4, the next epoch completes the batch:
     # only full batches count (//). A step uses 2 batches; an odd last batch takes a whole step.
     assert run.step == math.ceil(3 * images // 4 / 2)
     assert f"epochs: 3 of {images} images: {run.step} steps" in lines

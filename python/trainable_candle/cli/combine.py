@@ -38,7 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags."""
+    """Make the parser of the flags. What it parses has only the flags that the user has given."""
     parser = Parser(
         program,
         "Write the sum of LoRAs as one LoRA; without --rank, its rank is the sum of theirs.",
@@ -56,6 +56,6 @@ def make_parser(program: str) -> Parser:
         help="factor on a LoRA's effect: once for all, or once per --adapter (default: 1)",
     )
     group.add_argument("--rank", metavar="N", type=whole(1), help="reduce the sum to this rank")
-    add_output(group)
+    add_output(group)  # --output, --overwrite and --precision
     add_help(group)
     return parser

@@ -1,4 +1,4 @@
-"""Reads prompts from files."""
+"""Reads prompts from `.txt` files that a setting names in place of prompts."""
 
 from __future__ import annotations
 

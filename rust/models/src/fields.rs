@@ -54,8 +54,9 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
     }
 
-    /// The value of a field that gives a positive integer for each of `count` levels. The field holds one integer for
-    /// all levels, or a list with one integer for each level. If the field is missing, every level has `default`.
+    /// The value of a field that gives a positive integer for each of a model's `count` levels of resolution. The field
+    /// holds one integer for all levels, or a list with one integer for each level. If the field is missing, every
+    /// level has `default`.
     pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
         let sizes = match self.get(name) {
             Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
@@ -90,7 +91,8 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// The meanings of the names in a field that holds a list of `count` names. `known` has the meaning of each name.
+    /// The meanings of the names in a field that holds a list of `count` names. `known` has each supported name with
+    /// its meaning.
     pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
         let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);
         list.and_then(|list| {

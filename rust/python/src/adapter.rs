@@ -1,4 +1,4 @@
-//! Adapters of single layers, and the initial values of layers.
+//! The Python class `Adapter` of a single linear layer, and the initial values of linear layers.
 
 use pyo3::prelude::*;
 use tc::{DType, Tensor as Inner};
@@ -85,6 +85,7 @@ impl Adapter {
                 .collect::<tc::Result<Vec<_>>>()
         })?;
         let mut inner = (kind.build)(&parameters, &layer.base(), &settings)?;
+        // The grid of a format is the set of values that it can represent.
         let grid = qat.map(str::parse).transpose()?;
         if qat_activations {
             QuantizationAware::check_activations(grid)?;

@@ -1,4 +1,4 @@
-//! The class `Var`, and the method `make_var` of `Tensor`.
+//! The Python class `Var`, a trainable variable, and the method `make_var` of `Tensor`.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -33,6 +33,7 @@ use crate::tensor::{Tensor, from_data};
 pub struct Var(pub tc::Var);
 
 impl Var {
+    /// What makes the Python object of a variable: the value of the base class `Tensor`, then that of `Var`.
     fn initializer(var: tc::Var) -> PyClassInitializer<Self> {
         PyClassInitializer::from(Tensor(var.as_tensor().clone())).add_subclass(Self(var))
     }

@@ -52,7 +52,7 @@ impl Module for Network<Tensor> {
     }
 }
 
-/// Train `vars`, so that the network computes `target`; return the last loss.
+/// Train `vars`, so that the network computes `target`; return the loss of the last step.
 fn fit<T: Parameter>(
     network: &Network<T>,
     vars: Vec<Var>,
@@ -75,7 +75,8 @@ fn fit<T: Parameter>(
 
 fn main() -> Result<()> {
     let name = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
-    let device = device::parse(&name, Vec::new)?; // no folders beside the system's to look for CUDA in
+    // The second argument gives further folders with CUDA libraries: none beside those of the system's loader.
+    let device = device::parse(&name, Vec::new)?;
     rng::manual_seed(0);
 
     println!("the network learns the sine");

@@ -133,7 +133,8 @@ impl<A: Arguments> Function<A> {
     /// [`Error::DType`] if an argument points to elements of another type than the kernel reads or writes there,
     /// [`Error::Device`] if the driver reports an error.
     pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
-        // `values` points to the value of each argument. `elements` has the element type of each argument that is a pointer.
+        // `values` points to the value of each argument. `elements` has the element type of each pointer among the
+        // arguments.
         arguments.lend(|values, elements| {
             check(op, &self.loaded.name, self.loaded.pointers, elements)?;
             // SAFETY: the arguments are the kernel's; the rest is the caller's promise.

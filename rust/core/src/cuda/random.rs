@@ -1,5 +1,5 @@
-//! Random numbers drawn by kernels on a GPU. They equal, up to rounding, those that the CPU draws from the same state of
-//! the generator.
+//! Random numbers drawn by kernels on a GPU. They equal, up to rounding, those that the CPU draws from the same state
+//! of the generator.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::random::{NORMAL, Normal, UNIFORM, Uniform};
@@ -46,8 +46,8 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
 }
 
 /// Draws with a kernel. `arguments` makes the kernel's arguments from the result, the result's number of elements, and
-/// the two values by which the kernel finds its seed and position: an address, which is null outside a CUDA graph, and a
-/// state (see [`generator`]).
+/// the two values by which the kernel finds its seed and position: an address, which is null outside a CUDA graph, and
+/// a state (see [`generator`]).
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,

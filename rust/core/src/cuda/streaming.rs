@@ -1,7 +1,8 @@
-//! Copies of streamed weights from pinned host memory, or from other devices, on a separate stream, in parallel with
-//! the work of the device's stream. `crate::streaming` says what units and slots are.
+//! Copies of streamed weights to a GPU, from pinned host memory or from other devices, on a separate CUDA stream, in
+//! parallel with the work of the device's stream. `crate::streaming` says what units and slots are.
 //!
-//! If the system gives too little pinned memory, pageable memory takes its place ([`Copier::start_staging`]).
+//! If the system gives too little pinned memory, pageable memory takes its place. A thread then copies the weights
+//! through a small ring of pinned memory; this is called staging ([`Copier::start_staging`]).
 //!
 //! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that
 //! reads the copied values waits for the end of the copy.
@@ -35,7 +36,8 @@ static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes of pinned memory that streamed weights take. The limit also counts `mapped::held()`.
+/// The bytes of pinned memory that streamed weights take. [`LIMIT`] also counts `mapped::held()`, the bytes of the
+/// tensors of `mapped.rs`.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the limit allows `bytes` more of pinned memory.
@@ -78,10 +80,11 @@ fn has_pageable(copies: &Copies) -> bool {
 /// Copies units of streamed weights to slots in the memory of a device.
 pub struct Copier {
     gpu: &'static Gpu,
+    /// The stream of all copies to the device, and the state that copiers share.
     copies: &'static Copies,
     /// One event per slot, recorded after the last copy to the slot.
     filled: Vec<Event>,
-    /// One number per slot: that of the last job with copies to the slot from pageable memory, 0 if there is none.
+    /// One number per slot: that of the last job of the staging thread with copies to the slot, 0 if there is none.
     jobs: Vec<AtomicU64>,
     /// Whether [`start_staging`](Self::start_staging) was called.
     is_staging: AtomicBool,
@@ -198,8 +201,9 @@ impl Copier {
         self.host_memory(Memory::Shared(registered.clone(), range))
     }
 
-    /// Queue copies to `slot` after all work that is queued now. Each part has a source and a tensor in the slot.
-    /// `owner` owns the sources; a graph that contains the copies keeps the owner alive.
+    /// Queue copies to `slot` after all work that is queued now. Each of `parts` has a source, and the tensor in the
+    /// slot to which the source is copied. `owner` owns the sources; a graph that contains the copies keeps the owner
+    /// alive.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error, an earlier copy from pageable memory has failed, another
@@ -348,7 +352,8 @@ pub(super) fn wait_for_copies(gpu: &Gpu, copies: &Copies) -> bool {
         gpu.stream().context().bind_to_thread()?;
         // SAFETY: the streams live as long as the process.
         unsafe { result::stream::synchronize(copies.stream()) }?;
-        // SAFETY: as above. The copies in graphs run in the device's own stream.
+        // The copies in graphs run in the device's own stream.
+        // SAFETY: as above.
         unsafe { result::stream::synchronize(gpu.stream().cu_stream()) }
     };
     !recorder::is_capturing_anywhere() && wait().is_ok()

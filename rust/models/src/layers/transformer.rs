@@ -171,9 +171,10 @@ impl SpatialTransformer {
             blocks: (0..sizes.depth)
                 .map(|i| Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<Blocks<_>>>()?
-                // The convolutions around the blocks keep more for the backward pass than several blocks do. When the
-                // backward pass reaches the blocks, it has freed some of that memory, enough to recompute several blocks
-                // at a time (a stretch). So full checkpointing keeps one input for each stretch, not one for each block.
+                // The convolutions around the blocks keep more for the backward pass than several blocks do together.
+                // When the backward pass reaches these blocks, it has freed some of that memory, enough to recompute
+                // several blocks at a time (a stretch). So full checkpointing keeps one input for each stretch instead
+                // of one for each block.
                 .nested(),
             proj_out: Projection::new("proj_out", &sizes, weights)?,
         })

@@ -59,7 +59,7 @@ impl PixelAttention {
 impl Module for PixelAttention {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("group_norm", &self.group_norm)?;
-        // In diffusers the attention's layers (`to_q` and others) are beside `group_norm`, not in a module of their own.
+        // In diffusers the attention's layers (`to_q` and others) are beside `group_norm`, not in a module of theirs.
         self.attention.visit(visitor)
     }
 }

@@ -112,7 +112,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     ) -> Result<Self> {
         let (weight, bias) = (base_weight.into(), bias.map(|b| b.detach()));
         check_base(K::NAME, (&weight).into(), bias.as_ref(), settings.rank, device)?;
-        // The layer is frozen, so a weight that is a tensor must have no node on the tape. Other weights never have one.
+        // The layer is frozen, so a weight that is a tensor is detached from the tape. Other weights are never on it.
         let weight = weight.tensor().map_or_else(|| weight.clone(), |tensor| tensor.detach().into());
         let base = Base { weight: (&weight).into(), bias: bias.as_ref(), operation: Operation::Linear };
         let parameters = K::KIND

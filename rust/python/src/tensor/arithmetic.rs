@@ -56,8 +56,8 @@ fn with_scalar(
     }
 }
 
-// Python calls a reflected operator, such as `__radd__`, on the right operand: there the closures get `self` as `a`, but
-// `a` is the second operand of the operation.
+// Python calls a reflected operator, such as `__radd__`, on the right operand. There the closures get `self` as `a`, so
+// that `a` is the second operand of the operation.
 #[pymethods]
 impl Tensor {
     fn __add__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/group_norm.cu`.
+//! The CUDA form of group norm, alone or followed by SiLU. It launches the kernels of `cuda/kernels/group_norm.cu`.
 
 use candle_core::DType;
 use smallvec::smallvec;
@@ -18,7 +18,7 @@ use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_aff
 use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result};
 
-/// How the kernels split the work. `include/channels.cuh` has the formulas.
+/// How the kernels split the work. `cuda/include/channels.cuh` has the same formulas.
 struct Split {
     /// Number of ranges of channels. A thread block works on one of them.
     tiles: usize,
@@ -52,13 +52,15 @@ impl Size {
         Split { tiles, pieces, over_tensor, over_groups }
     }
 
-    /// An uninitialised tensor for two sums of each group over each tile and piece.
+    /// An uninitialised tensor for two numbers of each group in each tile and piece: in the forward pass the mean and
+    /// the sum of squared deviations, in the backward pass two sums.
     fn partials(&self, op: &'static str, gpu: &Gpu, split: &Split, dtype: DType) -> Result<Raw> {
         empty(op, gpu, &[self.batch, split.tiles, self.groups, split.pieces, 2], accumulator(dtype))
     }
 }
 
-/// Returns the norm of a dense tensor, followed by SiLU if `silu`; and 1/√(var + eps) and the mean of each group.
+/// Returns the norm of a dense tensor `x (batch, ..., channels)`, followed by SiLU if `silu`; and, of each group,
+/// 1/√(var + eps) and the mean, in this order.
 pub(super) fn forward(
     op: &'static str,
     silu: bool,
@@ -118,19 +120,22 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
-/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and the
-/// mean and 1/√(var + eps) of each group; all are dense.
+/// Adds those gradients of `x`, scale (`weight`) and shift (`bias`) that are needed. `saved` is `x`, the gradient of
+/// the result, and the mean and 1/√(var + eps) of each group; all are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
     saved: [&Raw; 4],
 ) -> Result<()> {
     let parameters = norm.affine.parameters()?;
+    // `before` is the gradient that `x`, input 0, already has: the kernel adds the new one to it.
     let wanted = Wanted { before: context.take_pending(0, saved[0].dtype()), ..norm.affine.wanted(context) };
     let grads = gradients(norm, saved, parameters.each_ref().map(Option::as_ref), &wanted)?;
     norm.affine.add_gradients(context, grads)
 }
 
+/// Computes the gradients that `wanted` names. The other arguments are as in [`backward`]; `parameters` is weight and
+/// bias.
 fn gradients<const SILU: bool>(
     &GroupNormBackward { op, size, .. }: &GroupNormBackward<SILU>,
     [x, grad, mean, rstd]: [&Raw; 4],
