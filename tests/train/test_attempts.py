@@ -1,12 +1,13 @@
-"""Lines of the log about a run whose memory was predicted wrongly."""
+"""Lines of the log about a run whose memory was predicted wrongly, and the limit of `--vram`."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trainable_candle as tc
 from trainable_candle.attempts import StepCounter, run_planned
-from trainable_candle.tasks.budget import Budget, Plan
+from trainable_candle.tasks.budget import Budget, Plan, find_budget
 from trainable_candle.tasks.estimate import GIB, RUNTIME_BYTES, Estimate, Item
 from trainable_candle.train import TrainConfig
 
@@ -98,3 +99,77 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
     (line,) = lines
     assert line.startswith("plan: the run had taken 8.00 GiB of GPU memory when memory ran out")
     assert line.endswith("where 10.00 GiB were predicted (20 % less)")
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Simulate a GPU; return the limits of memory that are set on it, in their order."""
+    stats = {"free": 24 * GIB, "reserved": 0, "allocated": 0, "peak_reserved": GIB}
+    monkeypatch.setattr(tc.cuda, "memory_stats", lambda _device: stats)
+    monkeypatch.setattr(tc.cuda, "get_device_name", lambda _device: "Simulated GPU")
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(tc.cuda, name, lambda _device: None)
+    found: list[int | None] = []
+
+    def set_memory_limit(limit: int | None, device: str) -> None:
+        assert device == "cuda"
+        found.append(limit)
+
+    monkeypatch.setattr(tc.cuda, "set_memory_limit", set_memory_limit)
+    return found
+
+
+def limits_of_attempts(limits: list[int | None], vram: float | None, fails: int) -> list[Any]:
+    """Return the limits that are set when each attempt of a run starts.
+
+    The first `fails` attempts run out of memory.
+    """
+    config = TrainConfig(device="cuda", vram=vram)
+    group: Any = SimpleNamespace(size=1, local_size=1, exchange=lambda message: [message])
+    estimate = Estimate({"training": [Item("unet", "weights", 2 * GIB)]}, on_gpu=True)
+    full = config.with_(gradient_checkpointing="full")
+    plans = Plan(config, estimate, {}), Plan(full, estimate, {})
+    starts: list[Any] = []
+
+    def run(_config: TrainConfig) -> None:
+        starts.append(list(limits))
+        if len(starts) <= fails:
+            raise tc.OutOfMemoryError("matmul: there is too little")
+
+    run_planned(
+        run,
+        plans[0],
+        find_budget(group, config),
+        lambda _budget: plans[1],
+        StepCounter(),
+        lambda: True,
+        lambda _: None,
+    )
+    return starts
+
+
+# CUDA itself takes 512 MiB, and kernels and workspaces take 200 MiB. The GPU has 24 GiB free.
+@pytest.mark.parametrize(("vram", "mib"), [(6.0, 6 * 1024 - 712), (64.0, 24 * 1024 - 200)])
+def test_vram_limits_tensors_before_anything_is_loaded_and_until_the_run_ends(
+    limits: list[int | None], vram: float, mib: int
+) -> None:
+    assert limits_of_attempts(limits, vram, fails=0) == [[mib * 2**20]]
+    assert limits == [mib * 2**20, None]
+
+
+def test_the_limit_of_vram_stays_for_a_second_attempt(limits: list[int | None]) -> None:
+    limit = (6 * 1024 - 712) * 2**20
+    assert limits_of_attempts(limits, 6.0, fails=1) == [[limit], [limit]]
+    assert limits == [limit, None]
+
+
+def test_the_limit_of_vram_is_removed_after_a_run_that_fails(limits: list[int | None]) -> None:
+    with pytest.raises(tc.OutOfMemoryError):
+        limits_of_attempts(limits, 6.0, fails=2)
+    assert limits[-1] is None
+    assert len(limits) == 2
+
+
+def test_without_vram_no_limit_is_set(limits: list[int | None]) -> None:
+    assert limits_of_attempts(limits, None, fails=0) == [[]]
+    assert limits == []
