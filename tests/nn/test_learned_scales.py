@@ -1,4 +1,4 @@
-"""Trained factors of `fake_quantize`'s scales, against the definition of LSQ.
+"""`fake_quantize` against formulas in float64, and trained factors of its scales against LSQ.
 
 LSQ is learned step size quantization (arXiv:1902.08153).
 """
@@ -33,6 +33,28 @@ GROUPS = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
 LARGEST = {"int8": 127, "int4": 7.5, "fp8": 448, "nf4": 1}
 
 
+def nearest(v: np.ndarray, format: str) -> np.ndarray:
+    """Return the code that is nearest to each value; `v` has values divided by their scales."""
+    codes = CODES[format]
+    found: np.ndarray = codes[np.abs(v[..., None] - codes).argmin(-1)]
+    return found
+
+
+def inside(v: np.ndarray, format: str) -> np.ndarray:
+    """Return where `v` is at most half a step beyond the first or the last code."""
+    codes = CODES[format]
+    low = codes[0] - (codes[1] - codes[0]) / 2
+    high = codes[-1] + (codes[-1] - codes[-2]) / 2
+    return np.asarray((v >= low) & (v <= high))
+
+
+def rounded(values: np.ndarray, format: str) -> np.ndarray:
+    """Return the values rounded to a format, without factors, in float64."""
+    x = values.astype(np.float64).reshape(-1, GROUPS[format])
+    scale = np.abs(x).max(1, keepdims=True) / LARGEST[format]
+    return (nearest(x / scale, format) * scale).reshape(values.shape)
+
+
 def lsq(
     values: np.ndarray, factors: np.ndarray, gradient: np.ndarray, format: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -44,20 +66,16 @@ def lsq(
     to half a step beyond these codes get one, too. The step is the distance between the first two
     codes or the last two codes; in the paper, codes are integers.
     """
-    codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])
     plain_scale = np.abs(x).max(1, keepdims=True) / LARGEST[format]
     scale = plain_scale * factors[:, None]
     v = x / scale
-    code = codes[np.abs(v[..., None] - codes).argmin(-1)]
-    low = codes[0] - (codes[1] - codes[0]) / 2
-    high = codes[-1] + (codes[-1] - codes[-2]) / 2
-    inside = (v >= low) & (v <= high)
-    scale_derivative = np.where(inside, code - v, code)  # the derivative of `code * scale`
+    code, passes = nearest(v, format), inside(v, format)
+    scale_derivative = np.where(passes, code - v, code)  # the derivative of `code * scale`
     gradient = gradient.reshape(x.shape)
     factor_gradient = (gradient * scale_derivative * plain_scale).sum(1)
     shape = values.shape
-    return (code * scale).reshape(shape), (gradient * inside).reshape(shape), factor_gradient
+    return (code * scale).reshape(shape), (gradient * passes).reshape(shape), factor_gradient
 
 
 @pytest.mark.parametrize("format", CODES)
@@ -75,6 +93,77 @@ def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
     np.testing.assert_array_equal(x.grad.numpy(), value_gradient.astype(np.float32))
     assert 0 < (value_gradient == 0).mean() < 0.2
     np.testing.assert_allclose(f.grad.numpy(), factor_gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_gradients_are_finite_differences_of_a_straight_through_function(format: str) -> None:
+    """The function adds a constant to `x / scale` in place of rounding, and clips with constants.
+
+    The constants are those that give the rounded values for the given values and factors.
+    """
+    random = np.random.default_rng(5)
+    values, gradient = random.standard_normal((2, 4, 64)).astype(np.float32)
+    factors = random.uniform(0.5, 1.4, values.size // GROUPS[format]).astype(np.float32)
+    x0 = values.astype(np.float64).reshape(-1, GROUPS[format])
+    f0, weights = factors.astype(np.float64)[:, None], gradient.reshape(x0.shape)
+    plain_scale = np.abs(x0).max(1, keepdims=True) / LARGEST[format]
+    v0 = x0 / (plain_scale * f0)
+    code, passes = nearest(v0, format), inside(v0, format)
+
+    def through(x: np.ndarray, f: np.ndarray) -> np.ndarray:
+        v = np.where(passes, x / (plain_scale * f) + (code - v0), code)
+        return weights * v * plain_scale * f
+
+    step = 1e-5
+    of_values = (through(x0 + step, f0) - through(x0 - step, f0)) / (2 * step)
+    of_factors = (through(x0, f0 + step) - through(x0, f0 - step)) / (2 * step)
+    x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
+    (F.fake_quantize(x, format, f) * tc.tensor(gradient)).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy().reshape(x0.shape), of_values, rtol=1e-6, atol=1e-8)
+    # A sum of f32 products. `code - v` cancels most digits of numbers up to the largest code.
+    eps = np.finfo(np.float32).eps
+    bound = 4 * eps * np.abs(weights * plain_scale * np.maximum(np.abs(v0), np.abs(code))).sum(1)
+    assert (np.abs(f.grad.numpy() - of_factors.sum(1)) < bound).all()
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_values_are_the_nearest_codes_times_the_scale(format: str) -> None:
+    """The codes of NF4 are those of the published table, and those of int8 leave -128 out."""
+    groups = np.random.default_rng(6).standard_normal((32, 32)).astype(np.float32)
+    # With a negative one, the largest magnitude of a group would be -7.5 steps of int4, which is
+    # half way between two codes.
+    groups *= np.sign(groups[np.arange(32), np.abs(groups).argmax(1)])[:, None]
+    values = groups.reshape(16, 64)
+    found = F.fake_quantize(tc.tensor(values), format).numpy()
+    # The scale and the product are rounded to f32.
+    np.testing.assert_allclose(found, rounded(values, format), rtol=2.0**-22)
+
+
+def test_int8_rounds_a_negated_value_to_the_negated_code() -> None:
+    """torchao's default has the codes -128 to 127, and the scale max / 127.5: it clips 127.5."""
+    values = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
+    found, negated = (F.fake_quantize(tc.tensor(x), "int8").numpy() for x in (values, -values))
+    np.testing.assert_array_equal(found, -negated)
+    # The largest magnitude of a row is a code, whatever its sign. With torchao's default, a
+    # positive one would become 127 / 127.5 of itself.
+    largest = np.abs(values).argmax(1)
+    rows = np.arange(len(values))
+    assert len(np.unique(np.sign(values[rows, largest]))) == 2
+    np.testing.assert_allclose(found[rows, largest], values[rows, largest], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_a_layer_with_rounded_inputs_multiplies_rounded_matrices(format: str) -> None:
+    random = np.random.default_rng(8)
+    weight, x = (random.standard_normal((n, 64)).astype(np.float32) for n in (24, 5))
+    # A new adapter does not change the weight.
+    layer = tc.nn.LoRALinear(tc.tensor(weight), 4, 8.0, qat=format, qat_activations=True)
+    left, right = rounded(x, format), rounded(weight, format)
+    # 64 f32 products are added up.
+    bound = 64 * np.finfo(np.float32).eps * (np.abs(left) @ np.abs(right).T)
+    found = layer(tc.tensor(x)).numpy()
+    assert (np.abs(found - left @ right.T) < bound).all()
+    assert (np.abs(x.astype(np.float64) @ right.T - left @ right.T) > bound).mean() > 0.9
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
