@@ -1,6 +1,8 @@
 """Transformers of image models in files of ComfyUI-GGUF, with the names of original checkpoints."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +103,83 @@ def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_
             each.remove_adapter()
         for from_gguf, from_values in zip(*results, strict=True):
             np.testing.assert_allclose(from_gguf, from_values, rtol=1e-4, atol=1e-6)
+
+
+# Changes of the golden configurations that make the rows of all blocks multiples of 256 elements,
+# of which a block of the K-quants consists. Both models are 256 wide.
+WIDE: dict[str, dict[str, Any]] = {
+    "flux": {
+        "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56], "joint_attention_dim": 256,
+        "pooled_projection_dim": 256, "num_layers": 1, "num_single_layers": 1,
+    },
+    "sd3": {
+        "attention_head_dim": 128, "num_attention_heads": 2, "caption_projection_dim": 256,
+        "joint_attention_dim": 256, "pooled_projection_dim": 256, "num_layers": 2,
+        "dual_attention_layers": [0],
+    },
+}  # fmt: skip
+
+
+def write_k_quants(gguf: Any, original: Path, path: Path) -> int:
+    """Write the shapes of an original checkpoint with random values; return how many are K-quants.
+
+    As in Q4_K_M, Q4_K and Q6_K are mixed. The writer is that of the package `gguf`.
+    """
+    random = np.random.default_rng(0)
+    # The byte offsets of the f16 scales in a block.
+    places = {gguf.GGMLQuantizationType.Q4_K: (0, 2), gguf.GGMLQuantizationType.Q6_K: (208,)}
+    writer, count = gguf.GGUFWriter(path, path.stem), 0
+    for name, tensor in tc.load_file(original).items():
+        if kind_of(name, tensor, "q4_k") != "q4_k" or tensor.shape[1] % 256:
+            values = random.standard_normal(tensor.shape).astype(np.float32) * 0.05
+            writer.add_tensor(name.removeprefix(PREFIX), values)
+            continue
+        kind = list(places)[count % 2]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 256, (tensor.numel() // elements, size), np.uint8)
+        for place in places[kind]:
+            blocks[:, place : place + 2] = np.float16([1e-4]).view(np.uint8)
+        rows = blocks.reshape(tensor.shape[0], -1)
+        writer.add_tensor(name.removeprefix(PREFIX), rows, raw_dtype=kind)
+        count += 1
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return count
+
+
+@pytest.mark.parametrize("family", WIDE)
+def test_k_quants_have_the_values_that_gguf_reads(family: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    transformer, inputs = KINDS[family]
+    golden = json.loads((GOLDEN / family / "transformer" / "config.json").read_text())
+    # Beside a file, the configuration would say that the file has the names of diffusers.
+    (config := tmp_path / "config" / "config.json").parent.mkdir()
+    config.write_text(json.dumps(golden | WIDE[family]))
+    original, path = tmp_path / "original.safetensors", tmp_path / f"{family}.gguf"
+    model = transformer.from_config(config, dtype="f32")
+    tc.models.save_checkpoint(original, {"transformer": model})
+    count = write_k_quants(gguf, original, path)
+    assert count > 10
+    values = {
+        tensor.name: tc.tensor(
+            gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1].tolist())
+        )
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    tc.save_file(values, original)
+    found = transformer.from_pretrained(path, dtype="f32", config=config)
+    plain = transformer.from_pretrained(original, dtype="f32", config=config)
+    for name, tensor in plain.named_tensors().items():
+        np.testing.assert_array_equal(found.named_tensors()[name].numpy(), tensor.numpy(), name)
+    random = np.random.default_rng(1)
+    case = tc.load_file(GOLDEN / family / "transformer_forward.safetensors")
+    # Features of texts have 256 values, not those of the golden case.
+    for name in ("encoder_hidden_states", "pooled_projections"):
+        shape = (*case[name].shape[:-1], 256)
+        case[name] = tc.tensor(random.standard_normal(shape).astype(np.float32))
+    names = ("hidden_states", "encoder_hidden_states", "timestep", *inputs)
+    predictions = [each(**{name: case[name] for name in names}).numpy() for each in (found, plain)]
+    assert np.isfinite(predictions[0]).all()
+    np.testing.assert_array_equal(*predictions)
