@@ -144,6 +144,43 @@ def test_folders_of_bitsandbytes_are_read(tmp_path: Path, storage: str) -> None:
             np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
 
 
+@pytest.mark.parametrize("double", [False, True], ids=["plain scales", "quantized scales"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_folder_by_bitsandbytes_has_the_values_of_bitsandbytes(
+    tmp_path: Path, dtype: str, double: bool
+) -> None:
+    """The weights are those of `Linear4bit`, whose state transformers and diffusers save."""
+    torch = pytest.importorskip("torch")
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    write_folder_of_bitsandbytes(tmp_path, bnb_4bit_use_double_quant=double)
+    tensors, expected = {}, {}
+    for name, tensor in tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors").items():
+        tensors[name], values = tensor.to(dtype), tensor.to("f32").numpy()
+        expected[name] = tensors[name].to("f32").numpy()
+        if values.ndim != 2 or "transformer_blocks." not in name:
+            continue
+        weight = bitsandbytes.nn.Params4bit(
+            torch.from_numpy(values).to(kind),
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=double,
+        ).to("cpu")
+        layer = bitsandbytes.nn.Linear4bit(*values.shape[::-1], bias=False, quant_type="nf4")
+        layer.weight = weight
+        for key, part in layer.state_dict().items():
+            tensors[name.removesuffix("weight") + key] = tc.tensor(part.numpy())
+        dequantized = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        assert dequantized.dtype == kind
+        expected[name] = dequantized.float().numpy()
+    assert any(name.endswith(".nested_absmax") for name in tensors) == double
+    tc.save_file(tensors, tmp_path / "diffusion_pytorch_model.safetensors")
+    for quantize in (None, "nf4"):
+        model = FluxTransformer.from_pretrained(tmp_path, dtype=dtype, quantize=quantize)
+        for name, tensor in model.named_tensors().items():
+            np.testing.assert_array_equal(tensor.to("f32").numpy(), expected[name], err_msg=name)
+
+
 def test_a_wrong_number_of_scales_is_an_error_with_the_name_of_the_weight(tmp_path: Path) -> None:
     write_folder_of_bitsandbytes(tmp_path)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
