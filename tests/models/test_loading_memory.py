@@ -1,6 +1,8 @@
 """Loading takes little more memory than the loaded model, which may be quantized."""
 
 import json
+import math
+import struct
 import subprocess
 import sys
 from functools import partial
@@ -14,27 +16,33 @@ from trainable_candle.export.gguf_model import model_facts, parameter_name
 from trainable_candle.export.quantized import quantize_folder
 from trainable_candle.models import CausalLM
 
-LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama" / "config.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
+LLAMA = GOLDEN / "llm" / "llama" / "config.json"
+FLUX = GOLDEN / "flux" / "transformer" / "config.json"
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 512,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+FLUX_SIZES = {
+    "num_attention_heads": 8, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56],
+    "num_layers": 1,
+}  # fmt: skip
 # Loads a small model first, so that threads and buffers of the library are not counted.
 LOAD = """
 import re, sys
 from pathlib import Path
-from trainable_candle.models import CausalLM
+from trainable_candle.models import load
 
 small, path, form = sys.argv[1:]
-CausalLM.from_pretrained(small, dtype="bf16", quantize=form or None)
+load(small, dtype="bf16", quantize=form or None)
 
 def status(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-model = CausalLM.from_pretrained(path, dtype="bf16", quantize=form or None)
+model = load(path, dtype="bf16", quantize=form or None)
 print(status("VmHWM") - before)
 """
 
@@ -48,12 +56,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def peak(path: Path, form: str | None) -> int:
-    """The most bytes by which a process grows while it loads a model.
+def peak(path: Path, form: str | None, small: Path = LLAMA.parent) -> int:
+    """The most bytes by which a process grows while it loads a model, after the model `small`.
 
     With `form`, loading quantizes the weights to this format.
     """
-    command = [sys.executable, "-c", LOAD, str(LLAMA.parent), str(path), form or ""]
+    command = [sys.executable, "-c", LOAD, str(small), str(path), form or ""]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -72,6 +80,42 @@ def test_weights_are_loaded_and_quantized_one_by_one(
     # Besides the model there are a few copies of one weight in f32. Each takes 8 % of the bytes of
     # the model in bf16.
     assert share < found < share + 0.25
+
+
+def write_zeros(folder: Path, blocks: int) -> tc.PartFacts:
+    """Write a Flux of zeros in bf16, as a sparse file, and return its facts.
+
+    Besides `blocks` blocks with a single stream, it has one with two streams.
+    """
+    config = json.loads(FLUX.read_text()) | FLUX_SIZES | {"num_single_layers": blocks}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "diffusion_pytorch_model.safetensors"
+    tc.save_file({"x": tc.zeros(1)}, path)  # the facts come from the configuration
+    (facts,) = tc.inspect(folder).parts.values()
+    header, end = {}, 0
+    for name, shape in facts.tensors.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return facts
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_a_transformer_of_images_is_quantized_weight_by_weight(form: str, tmp_path: Path) -> None:
+    """Beside the codes, loading takes the same memory for any number of blocks."""
+    besides = []
+    for blocks in (1, 6):
+        path = tmp_path / str(blocks)
+        facts = write_zeros(path, blocks)
+        besides.append(peak(path, form, FLUX.parent) - facts.weight_bytes("bf16", form))
+    # Of the larger model, five blocks of a single stream have 76 million more parameters.
+    largest = max(map(math.prod, facts.layers.values()))
+    assert 0 < besides[0] < 5 * 4 * largest  # a few copies of the largest weight in f32
+    assert besides[1] == pytest.approx(besides[0], abs=largest)
 
 
 @pytest.mark.parametrize(("form", "share"), [("fp8", 0.5), ("nf4", 0.28)])
