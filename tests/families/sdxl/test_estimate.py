@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.families.pipeline.estimate import encode_area
@@ -102,6 +104,25 @@ def test_estimates_of_parameters_states_and_weights_are_exact(
     assert items(sdxl_base, config, "encoding images")["vae weights"] == weight_bytes(
         family.coder.model
     )
+
+
+def test_text_encoders_and_cached_features_take_the_estimated_bytes(
+    configure: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """Three images of one size, with the model and the tokenizers that the package ships."""
+    for number in range(3):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text(f"image {number}")
+    base = SDXL.default_weights()
+    assert base is not None
+    config = configure().with_(dataset=str(tmp_path))
+    family = SDXL(base, "f32", "cpu", config)
+    estimated = items(base, config, "encoding captions")
+    weights = sum(weight_bytes(model) for model in family.text_models.values())
+    assert estimated["text encoders weights"] == weights
+    entries = [family.coder.encode(np.zeros((1, 64, 64, 3), np.uint8)), family.features(["a"])]
+    one = sum(tensor.nbytes for entry in entries for tensor in entry.values())
+    assert estimated["latents and text cache"] == 3 * one
 
 
 def weight_bytes(model: tc.models.Model) -> int:
