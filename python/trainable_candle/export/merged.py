@@ -81,22 +81,34 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
     # `unmerged` are the adapted layers whose weight has not been found yet.
     unmerged, result = dict(adapter.layers), Merged()
     for name in shards(weights):
-        tensors = tc.load_file(weights / name)
-        for key, weight in tensors.items():
-            layer = key.removesuffix(".weight")
-            # Files of a model without its head omit the prefix `model.`.
-            factors = unmerged.pop(layer, None) or unmerged.pop(f"model.{layer}", None)
-            if factors is not None:
-                tensors[key] = _sum(weight, factors, result)
-        # transformers requires this entry of the metadata.
-        tc.save_file(tensors, output / name, {"format": "pt"})
-        result.files += 1
+        _merge_file(weights / name, output / name, unmerged, result)
     if unmerged:
         raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(unmerged))}")
     copy_files(weights, output, CONFIG)
     if (weights / INDEX).is_file():
         shutil.copyfile(weights / INDEX, output / INDEX)
     return result
+
+
+def _merge_file(source: Path, target: Path, unmerged: dict[str, Factors], result: Merged) -> None:
+    """Write a weight file with the adapter added, and count it; free its tensors when it returns.
+
+    Args:
+        source: the weight file.
+        target: the file to write.
+        unmerged: the adapter's layers by name; those in this file are removed.
+        result: the counts and norms so far.
+    """
+    tensors = tc.load_file(source)
+    for key, weight in tensors.items():
+        layer = key.removesuffix(".weight")
+        # Files of a model without its head omit the prefix `model.`.
+        factors = unmerged.pop(layer, None) or unmerged.pop(f"model.{layer}", None)
+        if factors is not None:
+            tensors[key] = _sum(weight, factors, result)
+    # transformers requires this entry of the metadata.
+    tc.save_file(tensors, target, {"format": "pt"})
+    result.files += 1
 
 
 def quantization_of(folder: Path) -> Any:
