@@ -76,6 +76,12 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path, model: str, gib: int
     assert 5 < len(fitting) < len(combinations) - 5
     fastest, choice = min(fitting, key=lambda pair: pair[0])
     assert least <= fastest, choice
+    # With less rounded text encoders, not even the choice with the least memory fits.
+    smallest = {**combinations[-1], "base_precision": "nf4", "checkpoint_blocks": None}
+    order = [SAME, "int8", "nf4"]
+    for text in order[: order.index(texts)] if full_size.family.name != "causal-lm" else ():
+        config = full_size.config(text_encoder_precision=text, **smallest)
+        assert estimate(config).peak > limits.memory
 
 
 # A batch takes a constant time and a time for each sample. Here, the time of a sample is a given

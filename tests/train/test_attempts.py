@@ -1,5 +1,6 @@
 """Lines of the log about a run whose memory was predicted wrongly, and the limit of `--vram`."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,36 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
     (line,) = lines
     assert line.startswith("plan: the run had taken 8.00 GiB of GPU memory when memory ran out")
     assert line.endswith("where 10.00 GiB were predicted (20 % less)")
+
+
+@pytest.mark.parametrize(
+    ("steps", "may_repeat", "expected"), [(19, True, 2), (20, True, 1), (19, False, 1)]
+)
+def test_a_run_is_planned_anew_only_within_twenty_steps_and_before_it_saves(
+    gpu_stats: dict[str, int], steps: int, may_repeat: bool, expected: int
+) -> None:
+    counter, attempts = StepCounter(), 0
+
+    def run(_config: TrainConfig) -> None:
+        nonlocal attempts
+        attempts += 1
+        gpu_stats["peak_reserved"] = 8 * GIB
+        if attempts == 1:
+            counter.steps = steps
+            raise tc.OutOfMemoryError("matmul: there is too little")
+
+    first, second = plan(10), plan(9, "full")
+    with nullcontext() if expected == 2 else pytest.raises(tc.OutOfMemoryError):
+        run_planned(
+            run,
+            first,
+            Budget(24 * GIB, 0),
+            lambda _: second,
+            counter,
+            lambda: may_repeat,
+            lambda _: None,
+        )
+    assert attempts == expected
 
 
 @pytest.fixture
