@@ -35,6 +35,8 @@ ALLOWED_LOCAL = {r"(sin|cos)(_backward)?_(f16|bf16|f32|f64)": 40}
 MAX_FIXED_SHARED = 48 << 10
 # Compute capabilities whose blocks have at most 99 KiB, which the simulated driver enforces.
 LEAST_SHARED = ("86", "89", "120")
+# Runs the kernels of `EXPECTED_LAUNCHES`. The attention has two widths of a head, and each size of
+# the convolutions selects another tile.
 LAUNCH_PROGRAM = """
 import trainable_candle as tc
 
@@ -53,6 +55,9 @@ for width in (64, 128):
 for channels, out, size in ((8, 8, 64), (4, 64, 64), (64, 64, 64), (512, 512, 128)):
     train(lambda x, w: F.conv2d(x, w, padding=1), (1, channels, size, size), (out, channels, 3, 3))
 """
+# p is the pass, w the width of a head, t the tile that a block computes: m128n16 has 128 pixels and
+# 16 channels, m16 of a gradient of the weight has 16 output channels. With v4, four values are
+# copied at a time, otherwise eight.
 EXPECTED_LAUNCHES = {
     *(f"attention_{p}_w{w}_bf16" for p in ("forward", "backward") for w in (64, 128)),
     *(f"attention_varlen_{p}_w{w}_bf16" for p in ("forward", "backward") for w in (64, 128)),
@@ -93,6 +98,7 @@ def kernels(library: bytes) -> Iterator[Kernel]:
     """Yield the kernels in the machine code of a library, without those of candle."""
     # The number of the kind ELF in a fatbin, and that of the attribute EIATTR_MIN_STACK_SIZE.
     elf, stack_size = 2, 0x12
+    # An image is a tuple: its kind, its compute capability (80 for 8.0) and its bytes.
     for _, images in simulate.fatbins(library):
         # The only machine code of candle's kernels is for compute capability 8.0. The fatbins of
         # `cuda/kernels` with code for 8.0 have code for other GPUs too.

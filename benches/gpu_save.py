@@ -70,7 +70,7 @@ def compare(
         size = sum(map(len, contents.values()))
         # Removing files takes time too, so it is outside both measurements.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        alone = timed(lambda contents=contents: write_plain(contents, folder / "plain"))
+        plain = timed(lambda contents=contents: write_plain(contents, folder / "plain"))
         shutil.rmtree(folder / "plain")
         # The first round allocates pinned memory and loads kernels, so the medians leave it out.
         if number == 0:
@@ -78,12 +78,12 @@ def compare(
             continue
         copies.append(copied)
         writes.append(written)
-        plains.append(alone)
-    copied, written, alone = map(statistics.median, (copies, writes, plains))
+        plains.append(plain)
+    copied, written, plain = map(statistics.median, (copies, writes, plains))
     print(
         f"{title}: {size / MIB:.0f} MiB; copy to the host {1e3 * copied:.0f} ms, "
-        f"write {1e3 * written:.0f} ms, plain write {1e3 * alone:.0f} ms; "
-        f"copy and write minus plain write {1e3 * (copied + written - alone):+.0f} ms",
+        f"write {1e3 * written:.0f} ms, plain write {1e3 * plain:.0f} ms; "
+        f"copy and write minus plain write {1e3 * (copied + written - plain):+.0f} ms",
         flush=True,
     )
 
@@ -111,7 +111,7 @@ def make_trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     if on_gpu:
         model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
     else:
-        path = families.weights_of("sdxl", "")
+        path = families.weights_of("sdxl", None)  # the weights that the package ships
         model = tc.models.SDXLUNet.from_pretrained(path, subfolder="unet", device=device)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(SDXL.targets))
     adapter = model.add_adapter(config)
@@ -132,8 +132,8 @@ def make_trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     }
 
     def loss(given: dict[str, tc.Tensor]) -> tc.Tensor:
-        text = {"text_embeds": given["pooled"], "time_ids": given["sizes"]}
-        found = model(given["sample"], given["times"], given["text"], **text)
+        conditions = {"text_embeds": given["pooled"], "time_ids": given["sizes"]}
+        found = model(given["sample"], given["times"], given["text"], **conditions)
         return tc.nn.functional.mse_loss(found.to("f32"), given["target"])
 
     clock = Clock()
@@ -143,7 +143,7 @@ def make_trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
         optimizer,
         Indices(),
         inputs=lambda _: values,
-        cuda_graphs=2,
+        cuda_graphs=2,  # the most batch shapes that get graphs; here there is one shape
         steps=STEPS,
         output=folder / "run",
         save_every=SAVE_EVERY,
@@ -175,14 +175,15 @@ def main() -> None:
             flush=True,
         )
 
-        facts = state.RunState(STEPS, STEPS, None, {})
-        place = state.checkpoint_path(folder / "run", STEPS + 1)
+        facts = state.RunState(step=STEPS, batches=STEPS, scaler=None, settings={})
+        # The run has saved a checkpoint after step STEPS; this path is not in use.
+        checkpoint = state.checkpoint_path(folder / "run", STEPS + 1)
 
         def write_checkpoint(snapshot: state.Snapshot) -> Path:
-            draft = state.Draft(place)
+            draft = state.Draft(checkpoint)
             draft.write(snapshot)
             draft.finish()
-            return place
+            return checkpoint
 
         def write_adapter(file: Any) -> Path:
             file.write()

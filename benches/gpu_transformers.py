@@ -1,12 +1,13 @@
-"""A LoRA step of full-size transformers on a GPU: 1024 x 1024 px, bf16 base of random weights.
+"""A LoRA step of full-size transformers on a GPU: 1024 x 1024 px, frozen base of random weights.
 
 python benches/gpu_transformers.py [--only flux] [--profile]
 
-A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
-attention of image and text (in FLUX.2, also on the MLP layers that are fused with it). Our step is
-timed without and with a CUDA graph. The time with the graph is compared with that of diffusers and
-peft in eager mode under torch's autocast, if they are installed. diffusers recomputes all blocks
-where our checkpointing is full or offload, and nothing otherwise.
+The base is bf16, or ours is quantized if `--base-precision` gives a format. A step is forward, mean
+squared error, backward and the optimizer, with f32 LoRA of rank 16 on the attention of image and
+text (in FLUX.2, also on the MLP layers that are fused with it). Our step is timed without and with
+a CUDA graph. The time with the graph is compared with that of diffusers and peft in eager mode
+under torch's autocast, if they are installed. diffusers recomputes all blocks where our
+checkpointing is full or offload, and nothing otherwise.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Case:
     flops: tuple[float, float]
     """FLOPs of a forward pass at 1024 px: in linear layers, and in attention."""
     checkpointing: str
+    """One of "no", "selective", "full" and "offload"."""
     optimizer: str
 
     @property
@@ -128,6 +130,7 @@ class Case:
 
 
 def cases() -> list[Case]:
+    # Name, configuration, tokens of the text, and FLOPs, as in `Case`.
     models: list[tuple[str, dict[str, Any], int, tuple[float, float]]] = [
         ("sd3.5-medium", SD3_MEDIUM, 333, (7.0e12, 4.2e12)),
         ("sd3.5-large", SD3_LARGE, 333, (23.9e12, 7.3e12)),
@@ -148,7 +151,10 @@ def cases() -> list[Case]:
 
 
 def model_of(case: Case, device: str, base: str | None = None, **streaming: Any) -> Any:
-    """Return our model of a case, with random weights; `streaming` goes to `from_config`."""
+    """Return our model of a case, with random weights.
+
+    `base` is the format that quantizes the weights (None: bf16); `streaming` goes to `from_config`.
+    """
     tc.manual_seed(0)
     model_class: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +166,7 @@ def model_of(case: Case, device: str, base: str | None = None, **streaming: Any)
 
 
 def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
-    """Return our step of a case."""
+    """Return our step of a case; `base` is as in `model_of`."""
     return step_of(case, model_of(case, device, base), device)
 
 
@@ -185,6 +191,7 @@ def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor,
         return (random(area, channels), text, timesteps, image_ids, text_ids)
     pooled = random(case.config["pooled_projection_dim"])
     if case.kind == "sd3":
+        # Only SD3's timesteps are from 0 to 1000; the other models take them from 0 to 1.
         return (random(*latents), text, pooled, timesteps * 1000.0)
     guidance = tc.full((1,), 1.0, device=device)
     return (random(area, channels), text, pooled, timesteps, image_ids, text_ids, guidance)
@@ -214,7 +221,7 @@ def step_of(case: Case, model: Any, device: str) -> Callable[[], tc.Tensor]:
 
 def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
     """Return random inputs of diffusers' model, by the names of its arguments."""
-    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    half = {"dtype": torch.bfloat16, "device": "cuda"}  # the options of every bf16 tensor
     text = torch.randn(1, case.tokens, case.text_width, **half)
     channels, side = case.config["in_channels"], LATENT // 2
     timesteps = torch.full((1,), 0.5, **half)
@@ -241,6 +248,7 @@ def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
         given["pooled_projections"] = torch.randn(1, case.config["pooled_projection_dim"], **half)
         given["guidance"] = torch.ones(1, device="cuda")
     elif case.kind == "flux2":
+        # The fourth axis of FLUX.2's positions numbers the tokens of the text.
         text_ids[:, 3] = torch.arange(case.tokens)
     return given
 
@@ -305,7 +313,8 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     peak = tc.cuda.memory_stats(device)["peak_allocated"]
     graph = gpu_timing.captured(step, device)
     recorded = gpu_timing.timed(graph, device, machine.seconds)
-    floor = machine.floor("bf16", case.step_flops, 0)
+    # The floor is the time of the arithmetic alone: it counts no bytes that are read or written.
+    floor = machine.floor("bf16", case.step_flops, moved=0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
         f"{case.title}{gpu_timing.on(machine)}: {times}; peak {peak / GIB:.2f} GiB; "

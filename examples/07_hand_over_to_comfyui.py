@@ -47,7 +47,9 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
             batch_size=2,
         )
     )
-    # `verify_adapter` reads the sizes of layers from `weights`; for the published SDXL, omit it.
+    # The run has trained on the small SDXL that the package ships, because `TrainConfig` names no
+    # weights. `verify_adapter` reads the sizes of its layers from `weights`; for an adapter of the
+    # published SDXL, omit `weights`.
     weights = families.find("sdxl").default_weights()
     report = tc.verify_adapter(run.adapter_path, "sdxl", weights)
     for tool in report.tools:

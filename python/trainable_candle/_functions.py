@@ -1,4 +1,7 @@
-"""Torch's functions: those that call a tensor's method of the same name, and a few others."""
+"""Torch's functions: those that call a tensor's method of the same name, and a few others.
+
+The decorator `explained` puts a function's name in front of the messages of its errors.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +90,8 @@ def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-
     for value in (input, other):
         if not isinstance(value, _core.Tensor):
             raise TypeError(f"allclose: found {type(value).__name__}, expected a Tensor")
-    one, two = (value.detach().to("f64").numpy() for value in (input, other))
-    return bool(np.allclose(one, two, rtol=rtol, atol=atol))
+    left, right = (value.detach().to("f64").numpy() for value in (input, other))
+    return bool(np.allclose(left, right, rtol=rtol, atol=atol))
 
 
 @explained
@@ -306,7 +309,7 @@ def _check_einsum(
 
 def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
     """Sum over the dimensions whose labels are not in `kept`."""
-    dims = [place for place, label in enumerate(labels) if label not in kept]
+    dims = [dim for dim, label in enumerate(labels) if label not in kept]
     return tensor.sum(tuple(dims)) if dims else tensor
 
 

@@ -13,7 +13,7 @@ import trainable_candle as tc
 def test_keyboard_interrupt_ends_a_backward_pass():
     x = tc.Var([1.0])
     # Making the views is fast, but the backward pass of each view fills ten million elements.
-    parts = tc.stack([x.expand(10_000_000)[i] for i in range(3000)])
+    views = tc.stack([x.expand(10_000_000)[i] for i in range(3000)])
     runs, backward_started, backward_ended = [], threading.Event(), threading.Event()
 
     def last_step(t):
@@ -29,7 +29,7 @@ def test_keyboard_interrupt_ends_a_backward_pass():
         if not backward_ended.wait(0.2):
             os.kill(os.getpid(), signal.SIGINT)
 
-    loss = tc.checkpoint(last_step, parts)
+    loss = tc.checkpoint(last_step, views)
     thread = threading.Thread(target=press_ctrl_c)
     thread.start()
     try:

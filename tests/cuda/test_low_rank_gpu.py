@@ -25,8 +25,9 @@ LAYERS = [
     (64, 640, 24, 8),
 ]
 REPEATED = 6
-"""A layer that is listed twice in one call, so that two products add to each of its gradients."""
+"""The index of a layer that one call lists twice: two products add to each of its gradients."""
 SCALE = 0.5
+"""The factor in front of the low-rank product."""
 
 
 def assert_near(found: tc.Tensor, expected: np.ndarray, tolerance: float) -> None:
@@ -44,7 +45,7 @@ def test_gradients_of_factors_of_many_layers_are_near_those_of_numpy(dtype: Any)
     opt = tc.optim.AdamW(downs + ups)
     tc.lora_backward_(grads, xs, downs, ups, SCALE)
     opt.zero_grad()
-    # From here on, all gradients are in one buffer. Each of the next two calls adds to the buffer.
+    # Now all gradients are zeros in one buffer, and each of the next two calls adds to the buffer.
     tc.lora_backward_(grads, xs, downs, ups, SCALE)
     with tc.cuda.profile("cuda") as profile:
         tc.lora_backward_(
@@ -67,7 +68,7 @@ def test_gradients_of_factors_of_many_layers_are_near_those_of_numpy(dtype: Any)
 
     tolerance = 1.6e-2 if dtype == "bf16" else 2e-3
     for layer, (x, grad, down, up) in enumerate(zip(xs, grads, downs, ups, strict=True)):
-        products = 3 if layer == REPEATED else 2
+        products = 3 if layer == REPEATED else 2  # that were added since `zero_grad`
         hidden = wide(x) @ rounded(down).T
         assert up.grad is not None
         assert down.grad is not None

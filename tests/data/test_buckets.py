@@ -54,7 +54,7 @@ def test_a_scaled_image_covers_its_bucket_and_loses_little(upscale: bool) -> Non
     choice = buckets(upscale=upscale)
     for width, height in IMAGE_SIZES:
         fit = choice.fit(width, height)
-        if fit is None:
+        if fit is None:  # no bucket is small enough for the image
             assert not upscale
             # The shortest side of a bucket is 256 px.
             assert min(width, height) < 256
@@ -68,11 +68,13 @@ def test_a_scaled_image_covers_its_bucket_and_loses_little(upscale: bool) -> Non
         if not upscale:
             assert wide <= width
             assert high <= height
+        # The aspect ratios of buckets go up to 4 (2048 x 512), so such images lose little.
         if max(width, height) <= 4 * min(width, height):
             assert fit.lost < 0.25
 
 
 def test_small_images_get_small_buckets() -> None:
+    # All sizes are width, height.
     assert str(buckets().fit(1000, 1000).bucket) == "960x960"
     assert str(buckets().fit(700, 300).bucket) == "640x256"
     assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
@@ -83,14 +85,15 @@ def test_small_images_can_be_enlarged() -> None:
 
 
 def test_without_bucketing_the_square_is_the_only_bucket() -> None:
-    assert buckets(bucketing=False).fit(1000, 1030) is None
+    assert buckets(bucketing=False).fit(1000, 1030) is None  # the width is below 1024
     assert str(buckets(bucketing=False).fit(3000, 1030).bucket) == "1024x1024"
 
 
 def test_the_frame_of_a_mirrored_crop_gives_its_place_in_the_mirrored_image() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 120, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    fit = Fit(Bucket(100, 48), (120, 50), (120, 50))
+    # The image is not scaled.
+    fit = Fit(Bucket(width=100, height=48), original=(120, 50), scaled=(120, 50))
     for left, top in [(0, 0), (3, 1), (20, 2)]:
         np.testing.assert_array_equal(
             fit.cut(image, left, top), pixels[top : top + 48, left : left + 100]

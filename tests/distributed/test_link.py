@@ -22,8 +22,13 @@ from trainable_candle.errors import DistributedError
 
 
 def world(rank: int, size: int, address: Address, job: str = "job", seconds: float = 20.0) -> World:
-    """Return the world of a process that trains on one machine with all others."""
-    return World(rank, size, rank, size, address, job, seconds)
+    """Return the world of a process that trains on one machine with all others.
+
+    `seconds` is how long the process waits for the others at the start.
+    """
+    return World(
+        rank, size, local_rank=rank, local_size=size, address=address, job=job, join_seconds=seconds
+    )
 
 
 def together(size: int, work: Callable[[Link], Any], address: Address) -> list[Any]:
@@ -157,6 +162,7 @@ def test_a_process_with_a_wrong_first_message_is_rejected(address: Address, hell
 
 
 def test_processes_that_cannot_be_reached_are_reported(address: Address) -> None:
+    # Rank 0 names the ranks that are missing.
     with pytest.raises(DistributedError, match=r"within 0.5 s: 1, 2; read"):
         Link(world(0, 3, address, seconds=0.5), {})
     with pytest.raises(DistributedError, match="rank 1 cannot reach rank 0 at"):

@@ -34,6 +34,7 @@ def of_an_image(tensor: tc.Tensor) -> np.ndarray:
 
 def test_parameters_are_those_that_apply_to_one_frame() -> None:
     ours = load().named_tensors()
+    # These convolutions run only on videos of several frames.
     over_time = {name for name in STORED if ".time_conv." in name}
     assert over_time
     assert ours.keys() == STORED.keys() - over_time
@@ -56,7 +57,7 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
         assert relative_error(found, CASE[name]) < tolerances[name]
     # diffusers clips images to -1 to 1.
     assert np.abs(CASE["decoded"].numpy()).max() == 1.0
-    assert model.downscale == 2
+    assert model.downscale == 2  # this tiny model halves height and width once
 
 
 def test_statistics_of_the_latents_are_those_of_the_configuration() -> None:
@@ -70,6 +71,7 @@ def test_tiles_equal_those_of_diffusers() -> None:
     model = load()
     tiled = model.decode(CASE["latent"], tile_size=16)
     assert relative_error(tiled, CASE["tiled_decoded"]) < 1e-4
+    # Tiles do change the image, so the first assertion would fail if `tile_size` had no effect.
     assert relative_error(CASE["tiled_decoded"], CASE["decoded"]) > 1e-3
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(CASE["latent"], tile_size=4)
@@ -118,6 +120,7 @@ def test_files_of_comfyui_hold_the_same_model(tmp_path: Path) -> None:
     # This file has no configuration in its header. Without one, the loader knows only the sizes of
     # published models.
     bare = tmp_path / "bare.safetensors"
+    # ComfyUI's files also have the convolutions over time, which the loader must ignore.
     over_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
     tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | over_time, bare)
     with pytest.raises(

@@ -54,6 +54,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     ),
     "huber_loss: delta": ("a number", lambda n: functional.huber_loss(X, X, delta=n)),
     "clamp: max": ("a number or None", lambda n: X.clamp(max=n)),
+    # There is no file "none": the scale is checked before the file is opened.
     "load_adapter: scale": (
         "a number",
         lambda n: tc.models.DigitsTransformer().load_adapter("none", scale=n),

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
 _FOR_VERIFY: Final = (None, "peft")
-"""The forms that `verify_adapter` reads: None is a safetensors file alone."""
+"""The results of `export.form_of` for adapters that `verify_adapter` reads.
+
+None is a safetensors file alone.
+"""
 
 
 def is_text(model: str) -> bool:
     """Return whether a name for `--model` stands for language models."""
+    # Only language models have this group of settings.
     return Texts in families.find(model).groups
 
 
@@ -74,7 +78,7 @@ def outside(path: Path, report: AdapterReport) -> set[str]:
 
 
 def _family(model: str, weights: Path | None) -> TextFamily:
-    task = families.load(model, weights, None, "cpu")
+    task = families.load(model, weights, dtype=None, device="cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(f"--model {model} draws images, expected a language model")
     return task.family

@@ -76,7 +76,8 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
     for name in names:
         for key, tensor in tc.load_file(weights / name).items():
             name_in_model = key.removeprefix("model.")
-            # llama.cpp computes the frequencies, and takes a missing head to be the embedding.
+            # llama.cpp computes the rotary frequencies itself, and uses the embedding as the head
+            # if the file has no head.
             if name_in_model.endswith("rotary_emb.inv_freq"):
                 continue
             if name_in_model == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -85,6 +86,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
             factors = unmerged.pop(layer, None)
             gguf_name = parameter_name(name_in_model)
 
+            # The default arguments hold the values of this turn of the loop.
             def values(
                 tensor: Tensor = tensor, factors: Any = factors, gguf_name: str = gguf_name
             ) -> Tensor:
@@ -122,6 +124,7 @@ def parameter_name(name: str) -> str:
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     layer, _, parameter = name.rpartition(".")
+    # The groups of the match are the index of the block and the layer's name in the block.
     match = gguf.LAYER.fullmatch(f"model.{layer}")
     names = gguf.NAMES | _NORMS
     if not match or match[2] not in names:
@@ -132,7 +135,8 @@ def parameter_name(name: str) -> str:
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
     """Return the values of a parameter; Llama's query and key rows get llama.cpp's order.
 
-    `name` is llama.cpp's name of the parameter.
+    The rotary embedding rotates pairs of features. llama.cpp pairs neighbouring rows of a head, and
+    transformers pairs rows that are half a head apart. `name` is llama.cpp's name of the parameter.
     """
     layer = name.rpartition(".")[0]
     is_llama = gguf.architecture(config) == "llama"

@@ -14,19 +14,21 @@ if TYPE_CHECKING:
 
 
 class Totals(Callback):
-    """Adds up steps, time and amounts since the run was started or resumed; `str` summarises them.
+    """Adds up steps, time, and images or tokens since the run was started or resumed.
+
+    `str` summarises them.
 
     Args:
-        unit: the unit of `StepReport.amount`: `image` or `token`.
+        unit: what `StepReport.amount` counts: `image` or `token`.
     """
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._begun = time.perf_counter()
         self._steps = 0
-        self._seconds = 0.0
+        self._seconds = 0.0  # of the steps alone
         self._amount = 0.0
-        self._elapsed = 0.0
+        self._elapsed = 0.0  # of the whole run, with saving, validation and previews
         self._device = "cpu"
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:

@@ -1,4 +1,6 @@
-"""Text features and sampled images against those of diffusers' pipelines.
+"""The library's text features and sampled images against those of diffusers' pipelines.
+
+The fixtures `*_base` are folders of tiny pipelines.
 
 The tests are skipped where torch, transformers or diffusers is missing.
 """
@@ -108,7 +110,11 @@ def sd3(sd3_base: Path, tmp_path: Path) -> "diffusers.StableDiffusion3Pipeline":
 def test_text_features_of_sd3_equal_those_of_diffusers(sd3_base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         states, _, pooled, _ = sd3(sd3_base, tmp_path).encode_prompt(
-            CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=256
+            CAPTIONS,
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=256,
         )
     found = families.load("sd3", sd3_base, "f32", "cpu").family.features(CAPTIONS)
     for name, expected in (("encoder_hidden_states", states), ("pooled_projections", pooled)):
@@ -141,7 +147,7 @@ def flux(flux_base: Path, tmp_path: Path) -> "diffusers.FluxPipeline":
 
 def test_text_features_of_flux_equal_those_of_diffusers(flux_base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
-        states, pooled, _ = flux(flux_base, tmp_path).encode_prompt(CAPTIONS, None)
+        states, pooled, _ = flux(flux_base, tmp_path).encode_prompt(CAPTIONS, prompt_2=None)
     found = families.load("flux", flux_base, "f32", "cpu").family.features(CAPTIONS)
     for name, expected in (("encoder_hidden_states", states), ("pooled_projections", pooled)):
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), atol=1e-5, err_msg=name)
@@ -192,7 +198,7 @@ def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path:
     np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
     # The end token, and one token of padding.
     assert lengths[0] == 2
-    assert lengths[2] == 512
+    assert lengths[2] == 512  # the most tokens of a caption
     for states, expected, length in zip(
         found["encoder_hidden_states"].numpy(), theirs.numpy(), lengths, strict=True
     ):
@@ -293,7 +299,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
         theirs, _ = pipeline.encode_prompt(captions)
     family = families.load("flux2", flux2_base, "f32", "cpu").family
     found = family.features(captions)["encoder_hidden_states"].numpy()
-    assert found.shape == (3, 512, 48)
+    assert found.shape == (3, 512, 48)  # captions, tokens with padding, features
     scale = np.abs(theirs.numpy()).max()
     np.testing.assert_allclose(found / scale, theirs.numpy() / scale, atol=1e-5)
 
@@ -349,7 +355,7 @@ def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: 
     found = families.load("qwen-image", qwen_image_base, "f32", "cpu").family.features(captions)
     lengths = found["lengths"].numpy().astype(int)
     np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
-    assert lengths[2] == 1024
+    assert lengths[2] == 1024  # the most tokens of a caption
     scale = np.abs(theirs.numpy()).max()
     np.testing.assert_allclose(
         found["encoder_hidden_states"].numpy() / scale, theirs.numpy() / scale, atol=1e-5
@@ -380,6 +386,7 @@ def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
 
     The published folder of Qwen-Image has these files, but no `tokenizer.json`.
     """
+    # In byte-level BPE, "\u0120" stands for a space.
     merges = ["h e", "l l", "he ll", "\u0120 w"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *(merge.replace(" ", "") for merge in merges)]
@@ -392,8 +399,10 @@ def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
     pairs = [tuple(merge.split()) for merge in merges]
     theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=pairs)
     theirs.add_special_tokens({"additional_special_tokens": list(names[1:])})
+    # Braces in the system's text are ordinary characters.
     ours = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
     for text in ("", "hello w\u00f6rld, it's 2026!\n\n  we'LL", "e\u0301 \u4f60\u597d <|im_end|>"):
         turn = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         chat = "<|im_start|>system\nLook: {}<|im_end|>\n" + turn
-        assert ours.encode(text, 1000) == theirs(chat).input_ids
+        most_tokens = 1000  # more than any text here has
+        assert ours.encode(text, most_tokens) == theirs(chat).input_ids

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 SUFFIXES: Final = (".jsonl", ".json", ".csv", ".parquet")
 TRAIN: Final = ("train",)
+"""The first words of the names of files for training."""
 VALIDATION: Final = ("validation", "valid", "val", "dev")
-"""The first words of the names of files for validation; those of `TRAIN` are for training."""
+"""The first words of the names of files for validation."""
 _NESTED: Final = ("messages", "conversations", "tools", "tool_calls", "history", "prompt",
                   "completion", "chosen", "rejected")  # fmt: skip
 """The names of CSV columns in which a cell may be the JSON text of a list or an object."""
@@ -62,11 +63,12 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     Args:
         path: a file, which is for training, or a folder. In the folder and in its subfolder `data`,
             files with one of `SUFFIXES` are chosen by the first word of their names, such as
-            `train` in `train-00000-of-00002.parquet`. Files with the first word `train` are for
-            training, and files with a first word of `VALIDATION` are for validation. Without any
-            `train` file, there is no validation: all files are for training, except those with the
-            first word `test` or a first word of `VALIDATION`. If all files are such exceptions, all
-            are for training.
+            `train` in `train-00000-of-00002.parquet`. If there are files with the first word
+            `train`, these are for training, files with a first word of `VALIDATION` are for
+            validation, and other files are not used. Without any `train` file, there is no
+            validation: files with the first word `test` or a first word of `VALIDATION` are not
+            used, and all others are for training. If there are no others, all files are for
+            training.
 
     Raises:
         DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output

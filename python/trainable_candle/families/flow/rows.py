@@ -35,8 +35,8 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
 
 def _extended(text: Tensor, length: int) -> Tensor:
     """Return a text (1, L, W), padded with zero rows to (1, length, W)."""
-    _, own, width = text.shape
-    if own == length:
+    _, tokens, width = text.shape
+    if tokens == length:
         return text
-    zeros = tc.zeros((1, length - own, width), dtype=text.dtype, device=str(text.device))
+    zeros = tc.zeros((1, length - tokens, width), dtype=text.dtype, device=str(text.device))
     return tc.cat([text, zeros], 1)

@@ -1,4 +1,4 @@
-"""The tokenizers of pipelines' CLIP text encoders."""
+"""The tokenizers of pipelines' CLIP text encoders, and the width of an encoder's pooled output."""
 
 from __future__ import annotations
 

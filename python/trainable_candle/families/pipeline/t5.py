@@ -95,13 +95,17 @@ class T5:
             (1, L, width), with L = `read_tokens(caption)`. If the caption with its end token has
             `length` tokens or more, there is no padding token.
         """
-        ids, mask = (
-            row[:, : self.read_tokens(caption)] for row in self._tokenizer([caption], self._length)
+        # Both are (1, length); a copy of their first columns is dense.
+        ids, mask = self._tokenizer([caption], self._length)
+        count = self.read_tokens(caption)
+        return self.model(
+            *(tc.tensor(array[:, :count].copy(), device=self._device) for array in (ids, mask))
         )
-        return self.model(*(tc.tensor(row.copy(), device=self._device) for row in (ids, mask)))
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
         """Return the most values that the encoder `part` holds while it encodes `tokens` tokens."""
         config = family.facts.parts[part].config
+        # The widest layer is the gated feed-forward layer: two results of `d_ff` features for each
+        # token, besides about four of `d_model` features.
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))
