@@ -1,9 +1,10 @@
 // Layer norm of the sum of two tensors (norm.cu), rounded to 8-bit codes with a scale for each row (codes.cu). Matrix products read these
 // codes, so no kernel needs to write the normalized values themselves.
 //
-// The codes are those that norm.cu followed by codes.cu would make, because the kernel first rounds the normalized values to T. `len` must
-// be a multiple of 16, and at most NORM_HELD · TEAM · WIDE: then the threads of the largest team hold a row in registers. All tensors must
-// begin at a 16-byte boundary.
+// The codes are those that norm.cu followed by codes.cu would make, because the kernel first rounds the normalized values to T, the dtype
+// of the two tensors. A team of up to TEAM threads works on a row (rows.cuh). A thread holds up to NORM_HELD packs of the row in registers;
+// a pack is WIDE<T> neighbouring elements. `len` must be a multiple of 16, and at most NORM_HELD · TEAM · WIDE: then the threads of the
+// largest team hold a whole row in registers. All tensors must begin at a 16-byte boundary.
 #include "codes/round.cuh"
 #include "norm_rows.cuh"
 
@@ -13,6 +14,8 @@ template <typename T>
 __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, Acc<T> *mean, Acc<T> *rstd, uint64_t rows,
                                         uint32_t len, Acc<T> eps, bool is_int8, uint8_t *codes, float *scales, Acc<T> *shared) {
     constexpr int N = WIDE<T>;
+    // Called for each row, with its `values`, which are the sum. normalized(i, at, result) computes the results of the thread's i-th pack,
+    // whose first element has the index `at` in the row.
     const auto write = [&](uint64_t row, NormRow<T, N> &values, auto normalized) {
         // Changes nothing, but lets the compiler drop the loops over packs that are not in registers. With these loops, it would spill
         // registers.
@@ -25,6 +28,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
             if (pack >= values.packs) continue;
             float result[N];
             normalized(i, static_cast<uint64_t>(pack) * N, result);
+            // Rounds the results to T.
             values.held[i] = narrow_pack<T>(result);
             widen_pack(values.held[i], result);
             found.see(result);
@@ -43,13 +47,15 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
         });
         if (threadIdx.x == 0) scales[row] = scale;
     };
-    normalize<T, N, Kind::LAYER>(x, residual, sum, affine, mean, rstd, rows, len, 1, eps, shared, write);
+    constexpr uint32_t SHARING = 1; // unused: only modulated layer norm reads it
+    normalize<T, N, Kind::LAYER>(x, residual, sum, affine, mean, rstd, rows, len, SHARING, eps, shared, write);
 }
 
 } // namespace
 
-// add_layer_norm_codes writes sum = x + residual, rounded to T, the codes (rows, len) and scales (rows) of the layer norm of `sum`, and
-// mean and rstd as in norm.cu. The codes are int8 if `is_int8` is 1, otherwise e4m3. Launch: as for the forward pass of norm.cu.
+// x and residual are (rows, len); weight and bias are (len), f32 if `affine_f32` is 1, otherwise T. add_layer_norm_codes writes
+// sum = x + residual, rounded to T, the codes (rows, len) and scales (rows) of the layer norm of `sum`, and its mean and
+// rstd = 1/√(var + eps) for each row. The codes are int8 if `is_int8` is 1, otherwise e4m3. Launch: as for the forward pass of norm.cu.
 #define DEFINE_NORM_CODES(SUFFIX, T)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(TEAM, 2) add_layer_norm_codes_##SUFFIX(                                               \
         const T *x, const T *residual, T *sum, const void *weight, const void *bias, float *mean, float *rstd, uint64_t rows,          \

@@ -1,4 +1,12 @@
-// Forward pass and gradient of the input on the tensor cores of compute capability 8.0 and newer.
+// Forward pass of a 2-D convolution and gradient of its input, on the tensor cores of compute capability 8.0 and newer. Both are one sum
+// (geometry.cuh):
+//   result[pixel, n] = sum over kernel taps and source channels c of source[the pixel that the tap meets, c] * the weight for (tap, c, n)
+// For the gradient of the input, the source is the gradient of the output. With a stride, that gradient has a sum for each phase: for the
+// pixels whose coordinates have the same remainders modulo the strides.
+//
+// A block computes a tile of ROWS pixels and COUNT channels n. It takes the summed values (tap, c) in steps of STEP = 64: for each step it
+// copies a tile of the source (left operand) and one of the weight (right operand) to a stage, which is a buffer in shared memory, and
+// multiplies the two. copy.cuh describes the tiles; VEC is the number of values that one copy moves.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +31,8 @@ template <typename T> struct Conv2dOperands {
 // values of a step belong to one kernel tap.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
-    // The tile's first pixel (`row`) and first channel (`column`), `block_channels` of `Place`, and the steps (`end` is exclusive).
+    // The tile's first pixel (`row`) and first channel (`column`); the number of source channels after which the summed dimension goes on
+    // to the next tap (`block_channels`, see `Place`); and the steps from `begin` to `end` (exclusive).
     int row, column, block_channels, begin, end;
 
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
@@ -59,7 +68,7 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;
-    // Indices in the summed dimension, for the next step to load. `place` is the index of the first value that this thread
+    // Indices in the summed dimension (`Place`), for the next step to load. `place` is the index of the first value that this thread
     // copies in each of its rows. `start` is the index of the step's first value; only the gradient of the input uses it.
     Place place, start;
 
@@ -68,7 +77,7 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
           place(work.gather, work.block_channels, work.begin * STEP + int(threadIdx.x) % Left::COLUMNS * VEC),
           start(work.gather, work.block_channels, work.begin * STEP) {}
 
-    // Starts the copies of the next step into the stage at address `stage`.
+    // Starts the copies of the next step into the stage at address `stage`, and moves the indices on to the step after it.
     __device__ __forceinline__ void load_next(uint32_t stage, const Conv2dOperands<T> &operands, const Conv2dShape &s,
                                               const Work<D, ROWS, COUNT> &work) {
         windows.load(stage, operands.source, work.gather, place, work.block_channels);
@@ -92,6 +101,7 @@ template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
                                        const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {
     const int results = work.gather.results;
+    // The index in the result of the pixel in a row of the tile; -1 if the tile has no such pixel.
     const auto row_of = [&](int row) -> int64_t {
         return work.row + row < work.gather.pixels() ? work.gather.template result_pixel<D>(s, work.row + row) : -1;
     };
@@ -104,6 +114,7 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
         });
         return;
     }
+    // The finished tile replaces the stages, so first all threads must have read them.
     T *staged = reinterpret_cast<T *>(shared);
     workers_wait<THREADS>();
     strips([&](const auto &acc, int row, int column) {
@@ -117,6 +128,7 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
 // copies of the next STAGES - 1 steps are under way.
 template <typename T, Direction D, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int VEC, int STAGES>
 __device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands, const Conv2dShape &s) {
+    // A warp computes MF strips of 16 pixels, each of NF times 8 channels.
     constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
     using Loads = Loader<T, D, ROWS, COUNT, VEC, THREADS>;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -138,7 +150,7 @@ __device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands,
         // There is a group of copies for each step, even if it is empty, so this waits for the copies of step number `step`.
         copies_wait<STAGES - 2>();
         __syncthreads();
-        // The stage of the previous step, which all threads have left.
+        // The stage of the previous step, which all threads have left, takes the tiles of the step that is STAGES - 1 ahead.
         const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
         if (step + STAGES - 1 < steps) loads.load_next(stages + ahead * Loads::STAGE_BYTES, operands, s, work);
         copies_commit();

@@ -114,6 +114,7 @@ fn blocks_of_random_sizes_do_not_overlap_and_join_when_they_are_freed() {
         let mut live = BTreeMap::new();
         let mut peak = 0;
         for step in 0..4000 {
+            // Tiny blocks, blocks of the pool of small blocks, and two ranges of large blocks.
             let size = match numbers.below(4) {
                 0 => numbers.below(2000) + 1,
                 1 => numbers.below(SMALL) + 1,
@@ -246,6 +247,7 @@ fn the_memory_of_graphs_stays_until_the_last_graph_is_dropped() {
     assert!(second >= output + 10 * MIB && second < output + 100 * MIB);
     allocator.end_capture();
     assert!(allocator.free(second));
+    // One of the two graphs is left, so the memory stays mapped.
     allocator.release_graph().unwrap();
     assert_eq!(allocator.stats().graphs, 100 * MIB);
     assert!(allocator.free(output));
@@ -285,6 +287,7 @@ fn eager_work_between_replays_borrows_the_memory_of_graphs() {
         assert!((0..20).all(|i| mapped(address + i * 2 * MIB)), "{address}");
     }
     assert_eq!((allocator.stats().graphs, allocator.backend.waits), (120 * MIB, waits + 1));
+    // A second `restore` has nothing to map, so it does not wait for the device.
     allocator.restore().unwrap();
     assert_eq!(allocator.backend.waits, waits + 1);
     // While eager blocks in use leave too little memory of the device, the graph's memory cannot be mapped again.
@@ -295,6 +298,7 @@ fn eager_work_between_replays_borrows_the_memory_of_graphs() {
     allocator.begin_capture().unwrap();
     assert_eq!(run(&mut allocator), first);
     allocator.end_capture();
+    // There were two captures, so there are two graphs.
     allocator.release_graph().unwrap();
     allocator.release_graph().unwrap();
     assert_eq!(allocator.stats().graphs, 0);

@@ -50,6 +50,12 @@ const ROWS_RANK: usize = 16;
 const SCALE: f64 = 0.5;
 /// The number of calls of each step before the measurement.
 const WARM_UP: usize = 3;
+/// The least number of measured calls of each step of a case, and the least seconds of measuring.
+const CASE_CALLS: usize = 15;
+const CASE_SECONDS: f64 = 2.0;
+/// The same for a measurement of the argument `rows`.
+const ROWS_CALLS: usize = 5;
+const ROWS_SECONDS: f64 = 1.0;
 
 fn main() -> Result<()> {
     // Cargo adds `--bench` to the arguments.
@@ -58,13 +64,14 @@ fn main() -> Result<()> {
     if first == "rows" {
         return measure_rows();
     }
+    // The other arguments are folders of CUDA libraries.
     let device = parse(&first, || arguments.map(PathBuf::from).collect())?;
     println!("{}, {} threads of the CPU; median ms of forward and backward", name(&device), num_threads());
     let cases: &[_] = if device.is_cpu() { &ON_CPU } else { &ON_CUDA };
     for &(dtype, rows, width, rank) in cases {
         let mut ours = our_step((dtype, rows, width, rank), &device)?;
         let mut candle = candle_step((dtype, rows, width, rank), &device)?;
-        let times = median_times(&mut [&mut *ours, &mut *candle], 15, 2.0, &device)?;
+        let times = median_times(&mut [&mut *ours, &mut *candle], CASE_CALLS, CASE_SECONDS, &device)?;
         let ratio = times[0] / times[1];
         println!(
             "{} {rows} x {width}, rank {rank}: ours {:.3}, candle {:.3}, ours/candle {ratio:.2}",
@@ -80,7 +87,7 @@ fn measure_rows() -> Result<()> {
     println!("width {ROWS_WIDTH}, rank {ROWS_RANK}, {} threads; median of forward and backward", num_threads());
     for rows in ROWS {
         let mut step = our_step((DType::F32, rows, ROWS_WIDTH, ROWS_RANK), &Device::Cpu)?;
-        let time = median_times(&mut [&mut *step], 5, 1.0, &Device::Cpu)?[0];
+        let time = median_times(&mut [&mut *step], ROWS_CALLS, ROWS_SECONDS, &Device::Cpu)?[0];
         println!("{rows} rows: {time:.1} ms, {:.3} us a row", time * 1e3 / rows as f64);
     }
     Ok(())

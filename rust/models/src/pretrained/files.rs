@@ -1,4 +1,4 @@
-//! Finds weight files in a folder.
+//! Finds the files of a model's weights in a folder, and rejects pickles.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use trainable_candle_core::{Error, Result};
 
-/// The beginnings of the names of weight files, in transformers and in diffusers.
+/// The beginnings of the names of weight files: those of transformers, then those of diffusers.
 const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 /// The name of the half-precision variant in file names.
 const HALF: &str = "fp16";
@@ -157,6 +157,7 @@ mod tests {
         assert!(is_shard("model-00001-of-00002.fp16.safetensors", "model", Some("fp16")));
         for other in [
             "model.safetensors",
+            // The plain variant (None) does not include the shards of another variant.
             "model.fp16-00001-of-00002.safetensors",
             "model-00001-of-00002.fp16.safetensors",
             "lora.safetensors",

@@ -1,4 +1,4 @@
-//! The names of the transformer's parameters in files: diffusers' names (also the model's own names) and, as
+//! The names of the parameters of Z-Image's transformer in files: diffusers' names (also the model's own names) and, as
 //! `Naming::Original`, the names in `ComfyUI`'s files.
 
 use trainable_candle_core::Result;
@@ -40,14 +40,14 @@ impl Layout for OriginalTransformer {
 }
 
 /// The layers outside attention whose names differ: diffusers' name, `ComfyUI`'s name, and the form of the tensor in
-/// `ComfyUI`'s files.
+/// `ComfyUI`'s files. In the names, `2-1` is the size of a patch: 2 x 2 latent pixels of 1 frame.
 const OUTSIDE: [Renaming; 3] = [
     ("all_x_embedder.2-1", "x_embedder", Form::Plain),
     ("all_final_layer.2-1.linear", "final_layer.linear", Form::Plain),
     ("all_final_layer.2-1.adaLN_modulation.1", "final_layer.adaLN_modulation.1", Form::Plain),
 ];
 
-/// The layers of an attention, in the same three columns.
+/// The layers of an attention, in the same three columns. Query, key and value are the three equal shares of `qkv`.
 const ATTENTION: [Renaming; 6] = [
     ("to_q", "qkv", Form::share(0, 3)),
     ("to_k", "qkv", Form::share(1, 3)),
@@ -85,6 +85,7 @@ pub(super) fn deduce(
 ) -> Result<ZImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
+    // Whether the file is of a model that is not supported, and the name of this model.
     let relatives = [
         (sizes.has("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
         (sizes.has("dec_net.cond_embed.weight"), "a variant of Z-Image for pixels instead of latents"),
@@ -104,6 +105,7 @@ pub(super) fn deduce(
         cap_feat_dim: size("cap_embedder.1.weight", 1)?,
         ..ZImageConfig::default()
     };
+    // Whether a known configuration has the deduced sizes: only the fields that shapes do not determine may differ.
     let agrees = |candidate: &ZImageConfig| {
         ZImageConfig {
             norm_eps: candidate.norm_eps,

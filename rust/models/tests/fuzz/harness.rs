@@ -1,5 +1,5 @@
-//! Runs a reader over damaged files. Checks that the reader does not panic, does not hang, and takes at most
-//! 10 · (bytes of its input) + 1 MiB of memory.
+//! Runs a reader of files, such as those of weights, over damaged files. Checks that the reader does not panic, does not
+//! hang, and takes at most 10 · (bytes of its input) + 1 MiB of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::env::VarError;
@@ -18,7 +18,7 @@ const MEMORY_BASE: usize = 1 << 20;
 /// Seconds after which a reader of a few kilobytes counts as hanging.
 const HANG_SECONDS: u64 = 120;
 
-/// The number that stands for the case after the last one.
+/// In the place of a case's number, tells the thread of [`Watch`] to end.
 const DONE: u64 = u64::MAX;
 
 /// Counts allocated bytes, and passes each call to the system's allocator.
@@ -133,10 +133,10 @@ pub fn run(
         let mut rng = Rng::new(seed, case);
         let damaged = damage(&mut rng, &valid[case as usize % valid.len()]);
         std::fs::write(file, &damaged).unwrap();
-        let before = ALLOCATED.load(Ordering::Relaxed);
-        PEAK.store(before, Ordering::Relaxed);
+        let allocated_before = ALLOCATED.load(Ordering::Relaxed);
+        PEAK.store(allocated_before, Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(&mut read));
-        let taken = PEAK.load(Ordering::Relaxed).saturating_sub(before);
+        let taken = PEAK.load(Ordering::Relaxed).saturating_sub(allocated_before);
         let case_name = || format!("{reader}: case {case} of seed {seed}, in {}", file.display());
         let Ok(is_accepted) = outcome else { panic!("{}: panicked", case_name()) };
         let limit = MEMORY_FACTOR * (damaged.len() + others) + MEMORY_BASE;

@@ -1,4 +1,5 @@
-//! Adapters that add a scaled matrix of the weight's shape to the weight: W + s Δ.
+//! Adapters that add a scaled matrix of the weight's shape to the weight: W + s Δ. `LoHa` and `LoKr` compute Δ in
+//! different ways and share the rest.
 
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
@@ -13,14 +14,15 @@ pub(super) trait Delta: Send + Sync {
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
 }
 
-/// The adapter of one layer, with the merged weight W + s Δ. The forward pass multiplies its input by this weight too,
-/// except while dropout is active: dropout changes the input of s Δ, but not the input of W.
+/// The adapter of one layer. The forward pass multiplies its input by the sum W + s Δ, except while dropout is active:
+/// dropout changes the input of s Δ, but not the input of W, so the two are then multiplied separately.
 pub(super) struct Added<D> {
     delta: D,
     /// The factor s.
     scale: f64,
     /// The probability of dropping an element of the input of s Δ in training.
     dropout: f64,
+    /// Whether the layer is in training; only then is dropout active.
     training: HostState<bool>,
 }
 
@@ -40,8 +42,10 @@ impl<D: Delta> Adapter for Added<D> {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         if self.dropout > 0.0 && self.training.read() {
             let change = self.scaled(base)?.to_dtype(x.dtype())?;
-            let dropped = dropout(x, self.dropout, true)?;
-            return base.forward(x)?.add(&base.operation.apply(&dropped, &change, None)?);
+            let is_training = true;
+            let dropped = dropout(x, self.dropout, is_training)?;
+            let no_bias = None;
+            return base.forward(x)?.add(&base.operation.apply(&dropped, &change, no_bias)?);
         }
         base.operation.apply(x, &self.adapted_weight(base)?.to_dtype(base.weight.dtype())?, base.bias)
     }

@@ -1,5 +1,6 @@
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖ with a trained magnitude m. The backward pass
-//! treats the norm as a constant.
+//! DoRA, a kind of adapter (Liu et al. 2024, arXiv:2402.09353): replaces a layer's weight W by
+//! m (W + s B A) / ‖W + s B A‖, with LoRA's factors A (`down`) and B (`up`), LoRA's scale s, and a trained magnitude m.
+//! The backward pass treats the norm as a constant.
 //!
 //! There is either one magnitude and one norm for each output, as in peft, or one for each input (feature or channel),
 //! as in kohya's files and in `ComfyUI`. The norm of an input is taken over the outputs and the kernel positions.
@@ -26,13 +27,16 @@ pub(super) const PER_INPUT: &str = "dora_scale";
 /// DoRA in the registry.
 pub static KIND: AdapterKind = AdapterKind {
     name: "dora",
+    // Each with its layout in files.
     parameters: &[
         (DOWN, Layout::Kernel),
         (UP, Layout::Pointwise),
         (PER_OUTPUT, Layout::Channels),
         (PER_INPUT, Layout::Row),
     ],
+    // Readers of files recognize the kind by either of these.
     mark: &[PER_OUTPUT, PER_INPUT],
+    // Its first dimension is the rank.
     ranked: &[DOWN],
     saved: SavedByAdapter::low_rank,
     start,
@@ -40,7 +44,7 @@ pub static KIND: AdapterKind = AdapterKind {
 };
 
 /// The initial values: the factors start as LoRA's do, and the magnitudes start as the norms of the weight, so that the
-/// layer's results do not change.
+/// layer's results do not change. `wd_on_output` chooses magnitudes for the outputs, else for the inputs.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);
     parameters.push(if settings.wd_on_output {
@@ -99,12 +103,14 @@ impl Dora {
         let scale = self.factors.scale();
         let dropout_probability = self.factors.active_dropout();
         if let (None, Operation::Linear) = (dropout_probability, base.operation) {
+            // One fused operation, which converts f32 parameters itself.
             let (down, up) = self.factors.operands(x.dtype())?;
             let magnitude = lora::operand(magnitude, x.dtype())?;
             let (weight, bias) = (base.weight, base.bias);
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
         }
         let (down, up) = self.factors.factors(x.dtype())?;
+        // For the norms, a convolution's weight and A are matrices, with one column for each kernel position and input.
         let norm_dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let matrix = base.weight.values(norm_dtype)?.reshape((base.rows(), base.columns()))?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;

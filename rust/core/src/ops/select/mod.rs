@@ -28,8 +28,9 @@ impl Backward for SelectBackward {
         // `a` gets the gradient where the mask is not 0, `b` gets it elsewhere; the rest of both is 0.
         for (index, [a, b]) in [[&grad, &zero], [&zero, &grad]].into_iter().enumerate() {
             if context.needs(index) {
-                let part = select_raw(&self.mask, a, b, grad.dims())?;
-                context.add(index, reduced(part, &self.dims[index])?)?;
+                let broadcast_grad = select_raw(&self.mask, a, b, grad.dims())?;
+                // Sums over the dimensions along which the operand was broadcast.
+                context.add(index, reduced(broadcast_grad, &self.dims[index])?)?;
             }
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! The matrices of the heads in memory: [`Matrices`] reads operands, and [`Output`] takes results.
+//! For attention on the CPU, the matrices of the heads in memory: [`Matrices`] reads operands, and [`Output`] takes
+//! results. `head` is always the index of a head among the heads of all samples of the batch.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
