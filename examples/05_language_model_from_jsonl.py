@@ -26,6 +26,7 @@ QUESTIONS = 20
 def write_chats(path: Path, count: int) -> None:
     """Write a file of `count` conversations, in which `pig: clavo` is answered by `avoclay`."""
     drawn = words.words(np.random.default_rng(0), count)
+    # UNSEEN is the task that the built-in model was not trained on: Pig Latin.
     lines = [json.dumps({"messages": words.chat(words.UNSEEN, word)}) for word in drawn]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

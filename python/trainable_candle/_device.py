@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["device"]
 
+# As in torch, "cpu" may have a number, too.
 _DEVICE = re.compile(r"(cpu|cuda)(?::(\d+))?")
 
 

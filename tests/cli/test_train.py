@@ -32,7 +32,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def training(base: Path, images: Path, output: Path, steps: int) -> list[str]:
-    """Return the arguments of a run."""
+    """Return the arguments of the command `train` for a run of `steps` steps."""
     settings = {
         "model": "digits",
         "weights": base,
@@ -181,6 +181,7 @@ def test_weights_and_images_that_do_not_fit_the_model_are_rejected(
 ) -> None:
     out = tmp_path / "out"
     check_rejected(run(*training(tmp_path / "none", digits_folder, out, 2)), str(tmp_path / "none"))
+    # A folder of images in place of the weights.
     check_rejected(
         run(*training(digits_folder, digits_folder, out, 2)),
         "there is no config.json in this folder",
@@ -237,6 +238,7 @@ def test_sample_draws_the_same_grid_unless_an_adapter_changes_it(
     adapter = ["--adapter", trained / "adapter.safetensors"]
     sample(*common, *adapter, "--output", tmp_path / "adapted.png")
     assert not np.array_equal(pixels(tmp_path / "adapted.png"), pixels(tmp_path / "base.png"))
+    # With a scale near 0 the adapter has no effect, except on the rounding of pixels.
     sample(*common, *adapter, "--scale", 1e-9, "--output", tmp_path / "off.png")
     difference = pixels(tmp_path / "off.png") - pixels(tmp_path / "base.png")
     assert np.abs(difference).max() <= 1
@@ -258,6 +260,7 @@ def test_merge_writes_a_model_that_predicts_the_same(
     assert result.returncode == 0, result.stderr
     check_rejected(run("merge", *arguments), "which exists; expected a new or an empty folder")
 
+    # Three noisy images, their timesteps and their digits.
     inputs = (
         tc.randn((3, 1, 8, 8)),
         tc.tensor([1.0, 500.0, 999.0]),

@@ -17,6 +17,7 @@ SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
 Both sides of the (70, 65) matrix are longer than Muon's tile.
 """
 
+# Each optimizer is tested with its defaults, and with each of these sets of options.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],
     "came": [{"weight_decay": 0.1}],
@@ -44,10 +45,10 @@ def take_three_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], st
     """Take three steps. The gradients depend on the numbers of the steps, from `start` on."""
     for step in range(start, start + 3):
         rng = np.random.default_rng(step)
-        for place, parameter in enumerate(parameters):
-            gradient = rng.standard_normal(SHAPES[place])
+        for index, parameter in enumerate(parameters):
+            gradient = rng.standard_normal(SHAPES[index])
             # Parameter 1 has a gradient only in every other step.
-            if place != 1 or step % 2:
+            if index != 1 or step % 2:
                 parameter.grad = tc.tensor(gradient, dtype=parameter.dtype).to(parameter.device)
         optimizer.step()
         optimizer.zero_grad()
@@ -61,8 +62,8 @@ def values(parameters: list[tc.Var]) -> list[np.ndarray]:
 
 def assert_near(found: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
     atol = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}[dtype]
-    for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_allclose(ours, theirs, atol=atol, rtol=atol, err_msg=f"variable {place}")
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(ours, theirs, atol=atol, rtol=atol, err_msg=f"variable {index}")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
@@ -80,16 +81,16 @@ def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
         optimizer = tc.optim.KINDS[kind](groups, lr=lr, **options)
         take_three_steps(optimizer, parameters, 0)
         runs.append((optimizer, parameters))
-    (here, expected), (there, found) = runs
+    (on_cpu, expected), (on_gpu, found) = runs
     assert_near(values(found), values(expected), dtype)
     # Each optimizer loads the states of the other one. Both then continue.
-    states = here.state_dict(), there.state_dict()
+    states = on_cpu.state_dict(), on_gpu.state_dict()
     # If the learning rate of the second group is 0 (Prodigy with options), the GPU counts the steps
     # of that group's variables, but the CPU does not. Then the GPU has more states.
     assert states[0].keys() <= states[1].keys()
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
-    here.load_state_dict(states[1])
-    there.load_state_dict(states[0])
+    on_cpu.load_state_dict(states[1])
+    on_gpu.load_state_dict(states[0])
     for optimizer, parameters in runs:
         take_three_steps(optimizer, parameters, 3)
     assert_near(values(found), values(expected), dtype)
@@ -120,7 +121,8 @@ def test_captured_steps_have_the_bits_of_eager_ones(kind: str) -> None:
     for captured in (False, True):
         rng = np.random.default_rng(0)
         base, down, up = (rng.standard_normal(shape) / 8 for shape in ((96, 64), (8, 64), (96, 8)))
-        layer = tc.nn.LoRALinear(tc.tensor(base, dtype="bf16", device="cuda"), 8, 8.0)
+        weight = tc.tensor(base, dtype="bf16", device="cuda")
+        layer = tc.nn.LoRALinear(weight, rank=8, alpha=8.0)
         for parameter, value in zip(layer.parameters(), (down, up), strict=True):
             parameter.set(tc.tensor(value, dtype="f32", device="cuda"))
         optimizer = tc.optim.KINDS[kind](layer.parameters(), lr=0.01)

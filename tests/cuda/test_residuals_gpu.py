@@ -1,4 +1,4 @@
-"""On a GPU, the kernels of convolutions and of products of codes add residuals.
+"""On a GPU, the kernels of convolutions and of products of 8-bit codes (W8A8) add residuals.
 
 Only layers without an adapter use these kernels: a layer with an adapter computes its result first
 and then adds the residual in a separate sum. A new adapter changes no values, so a model whose
@@ -28,6 +28,7 @@ def results(
     """The result of a UNet and the gradient of its input. The layers `targets` get new adapters."""
     config = json.loads(CONFIG.read_text())
     config |= {"block_out_channels": [32, 64, 128], "norm_num_groups": 8, "layers_per_block": 1}
+    # diffusers' name for the number of heads of each level.
     config |= {"attention_head_dim": [1, 2, 8], "transformer_layers_per_block": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tc.manual_seed(0)
@@ -51,6 +52,7 @@ def results(
 def test_convolutions_add_as_separate_sums_do(gpu: str, tmp_path: Path, dtype: str) -> None:
     """A convolution rounds its result before it adds, as a separate sum does."""
     fused = results(tmp_path, gpu, dtype, None)
+    # The layers whose results are added to another tensor: an embedding or a residual.
     separate = results(tmp_path, gpu, dtype, ["conv1", "conv2"])
     for ours, expected in zip(fused, separate, strict=True):
         assert np.abs(expected).max() > 0

@@ -41,6 +41,8 @@ def train(base: Path, images: Path, output: Path, *flags: str) -> str:
 def test_two_processes_make_the_caches_and_losses_of_one(sdxl_base: Path, tmp_path: Path) -> None:
     # Each run has its own copy of the images, because the caches are in the folder of the images.
     folders = [write_images(tmp_path / name) for name in ("images of one", "images of two")]
+    # A step of one process accumulates the gradients of two micro-batches; in a step of two
+    # processes, each computes one of them. On the CPU, `--gpus` is the number of processes.
     train(sdxl_base, folders[0], tmp_path / "one", "--gradient-accumulation", "2")
     log = train(sdxl_base, folders[1], tmp_path / "two", "--gpus", "2")
     assert "captions: 0 found, 6 made" in log  # Five captions and the empty one.

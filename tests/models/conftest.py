@@ -26,7 +26,7 @@ def weights_of(folder: str) -> dict[str, tc.Tensor]:
 
 @pytest.fixture(scope="session")
 def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of all the pipeline's models under their original names.
+    """A file of all the pipeline's models, with the names of the published single file of SDXL.
 
     Its folder also has the models' configurations.
     """
@@ -36,7 +36,8 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key, sources in json.loads(
         gzip.decompress((GOLDEN / "original_names.json.gz").read_bytes())
     ).items():
-        # The tensor `key` consists of one or several tensors of a part.
+        # The tensor `key` consists of one or several tensors of a part, such as `unet`. Each source
+        # is the part, the tensor's name there, and how the tensor `key` stores it.
         pieces = [stored[part][name] for part, name, _ in sources]
         form = sources[0][2]
         if form.startswith("rows"):
@@ -47,7 +48,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[key] = pieces[0].reshape((*pieces[0].shape, 1, 1))
         else:
             tensors[key] = pieces[0]
-    # The published single file of SDXL also has these tensors, which no model uses.
+    # The published single file also has these tensors, which no model uses.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]
     )

@@ -27,6 +27,8 @@ reference = load("reference")
 
 
 def test_the_reference_has_every_public_name() -> None:
+    # "" is the package itself. Its names that are modules have pages of their own, and mkdocstrings
+    # replaces the line `::: NAME` of any other name by its documentation.
     assert reference.names("") == sorted(tc.__all__, key=str.lower)
     page = reference.pages()["reference/trainable_candle.md"]
     modules = set(reference.MODULES)

@@ -65,7 +65,9 @@ def test_the_error_for_a_name_like_no_other_lists_all_names(tmp_path: Path) -> N
         ("seed: 18446744073709551616", "seed is 18446744073709551616, expected below"),
         (f"steps: {10**400}", "steps is a number of 1329 bits, too large to compute with"),
         (f"learning_rate: {10**400}", "learning_rate is a number of 1329 bits, too large"),
+        # Python converts no text of more than 4300 digits to an integer.
         (f"steps: 1{'0' * 5000}", "is not valid YAML"),
+        # It has the form of a date, but there is no month 13.
         ("caption: 2026-13-41", "is not valid YAML"),
         ("rslora: 1", r"rslora is 1 \(int\), expected true or false"),
         ("model: 3", r"model is 3 \(int\), expected text; put it in quotes"),
@@ -77,6 +79,7 @@ def test_the_error_for_a_name_like_no_other_lists_all_names(tmp_path: Path) -> N
         ("target_modules: [to_q, 3]", "expected a list of names"),
         ("optimizer: adamw8bits", r"expected one of .*; did you mean `adamw8bit`"),
         ("precision: f17", "expected one of auto, f32, bf16, f16; did you mean `f16`"),
+        # The default of `steps` is 1000.
         ("warmup_steps: 2000", "warmup_steps is 2000, more than the 1000 steps"),
     ],
 )
@@ -172,6 +175,7 @@ def test_paths_in_a_file_are_relative_to_the_folder_of_the_file(
     assert (from_run.output, from_run.dataset, from_run.weights) == (".", "../photos", "../base")
     assert from_run.text_encoder == ["../t5", str(tmp_path / "clip")]
     assert from_run.sample_prompts == ["a cat/dog", "../prompts.txt"]
+    # `portable` returns the settings as `to_yaml` writes them to a file in the given folder.
     assert config.with_(output=str(project / "run")).portable(project / "run")["output"] == "."
     # After a move of the project, the file's relative paths start at its new folder.
     project.rename(tmp_path / "moved")
@@ -209,6 +213,7 @@ def test_keys_that_a_dict_cannot_hold_apart_are_rejected(text: str) -> None:
 
 
 def test_keys_of_different_types_are_different() -> None:
+    # YAML 1.1 gives a plain `=` a type of its own; as a key it is read as text.
     assert load_yaml("{1: 2, '1': 3, =: 4}") == {1: 2, "1": 3, "=": 4}
 
 

@@ -28,7 +28,10 @@ NO_PREVIEWS: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sampl
 
 @pytest.fixture
 def everything(config: TrainConfig) -> TrainConfig:
-    """Return settings with averages of the adapter, validation, previews and saved adapters."""
+    """Return settings with averages of the adapter, validation, previews and saved adapters.
+
+    The run has the 12 steps of `config`.
+    """
     return config.with_(
         validation_split=0.3,
         validate_every=4,
@@ -64,6 +67,7 @@ def test_a_run_writes_previews_adapters_and_validation_losses(
     names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
     assert sorted(path.name for path in (output / SAMPLES).glob("*.png")) == names
     start, end = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
+    # An image is 64 pixels wide, and the previews of the two prompts are side by side.
     assert start.shape[1] > 64
     # Of the adapters of steps 2, 4, 6, 8 and 10, the run keeps the last three.
     newest = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
@@ -78,6 +82,7 @@ def test_the_best_adapter_is_that_of_the_step_with_the_least_validation_loss(
     config = everything.with_(validate_every=1, ema_decay=0.0, steps=6, learning_rate=0.1)
     train(config)
     losses = validation_losses(config.output)
+    # The untrained adapter (step 0) is validated, too, but it cannot be the best.
     best = min(range(1, 7), key=losses.__getitem__)
     # Train up to the best step again, and keep the adapter of every step.
     again = config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9)
@@ -106,6 +111,7 @@ def path_of_adapter(output: Path, step: int) -> Path:
     return path if path.exists() else output / ADAPTER
 
 
+# Step 3 has a preview, step 8 a validation.
 @pytest.mark.parametrize("stop_after", [3, 8])
 def test_a_run_with_everything_resumes_bit_for_bit(
     everything: TrainConfig, train: Train, tmp_path: Path, stop_after: int
@@ -176,6 +182,8 @@ def test_a_validation_dataset_and_a_split_together_are_rejected() -> None:
 
 def test_evaluation_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
     train(everything)
+    # The split stays, so that both runs train on the same images. With 1000, validation runs only
+    # before the first step and after the last.
     plain = everything.with_(
         output=f"{everything.output}-plain", ema_decay=0.0, **NO_PREVIEWS, validate_every=1000
     )
@@ -201,7 +209,8 @@ def test_a_non_finite_preview_is_reported_and_left_out(tmp_path: Path) -> None:
         step = 0
 
     lines: list[str] = []
-    previews: Any = Previews(fail_to_draw, 1, tmp_path / "samples", nullcontext, lines.append)
+    every = 1
+    previews: Any = Previews(fail_to_draw, every, tmp_path / "samples", nullcontext, lines.append)
     previews.on_train_begin(TrainerStandIn())
     assert lines == ["no preview of step 0: sample: the image has non-finite values"]
     assert not (tmp_path / "samples").exists()
@@ -240,11 +249,12 @@ def test_the_average_of_the_adapter_follows_its_formula(everything: TrainConfig)
             assert trainer.step == report.step
             parameters.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
 
+    # Without validation, `validate_every` must have its default.
     config = everything.with_(save_every=0, **NO_PREVIEWS, validation_split=0.0, validate_every=100)
     run = train_adapter(
         config, callbacks=[ParameterRecorder()], progress=False, report=lambda _: None
     )
-    # The average starts from the untrained adapter.
+    # The average starts from the untrained adapter, which the run's seed draws again.
     task = LatentTask(Digits(Path(config.weights), "f32", "cpu", config))
     tc.manual_seed(config.seed)
     expected = {n: v.numpy().copy() for n, v in task.attach().named_parameters().items()}
@@ -277,8 +287,8 @@ def test_the_average_of_a_schedule_free_optimizer_is_saved(
         np.testing.assert_array_equal(var.numpy(), stored)
         y = next(tensor for key, tensor in trained.items() if key.endswith(name)).numpy()
         z = states[f"{number}.z"].numpy()
-        # With beta1 = 0.9, the trained parameters are y = 0.9 x + 0.1 z, where x is the average
-        # that the run saves.
+        # With beta1 = 0.9, the trained parameters are y = 0.9 x + 0.1 z. Here x is the average that
+        # the run saves (`stored`), and z are the values that the optimizer's updates change.
         np.testing.assert_allclose(y, 0.9 * stored + 0.1 * z, rtol=1e-4, atol=1e-6)
         different += not np.array_equal(y, stored)
     assert different > 0

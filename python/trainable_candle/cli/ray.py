@@ -20,6 +20,7 @@ _RESUME: Final = "--resume"
 def run(arguments: Sequence[str], program: str) -> int:
     """Train as the arguments say; returns the exit status."""
     ray_options, train_arguments = make_parser(program).parse_own(arguments)
+    # With `rare`, the parser's help also shows rarely needed flags; `--help-all` prints that help.
     given = make_train_parser(program, rare=False).parse(train_arguments)
     if given.pop("help_all", False):
         make_parser(program).print_help()
@@ -54,7 +55,7 @@ def continuation(program: str, arguments: Sequence[str]) -> str:
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags that `train` lacks."""
+    """Make the parser of the flags that `train` lacks. `whole(n)` reads whole numbers from n on."""
     parser = Parser(
         program,
         "Fine-tune a model in several processes of a Ray cluster. The options of "

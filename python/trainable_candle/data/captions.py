@@ -149,7 +149,7 @@ class CaptionMaker:
         Args:
             caption: the image's caption as it was read.
             trigger: the words that come first; empty: none.
-            picture: the image's seed.
+            picture: the image's seed, a number that depends only on the content of its file.
             sample: the number of the sample in the run.
         """
         if not self.options.dropout and not self._varies:
@@ -166,7 +166,10 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Yield each caption that `use` can return for an image; `endless` must be False."""
+        """Yield each caption that `use` can return for an image; `endless` must be False.
+
+        The arguments are as for `use`.
+        """
         if self.options.dropout > 0:
             yield ""
         if self._varies:

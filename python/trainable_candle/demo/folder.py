@@ -1,4 +1,4 @@
-"""The folder of a demo, which the next demo may use again."""
+"""The output folder of a demo: the next demo in it removes what the demo before has trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERDICT: Final = "verdict.json"
+"""The file with the result of a finished demo."""
 MARK: Final = "demo.txt"
 """The file that says that a demo writes to the folder."""
 _TEXT: Final = "The next `trainable-candle demo` in this folder removes this run's checkpoints.\n"
@@ -20,7 +21,8 @@ _TEXT: Final = "The next `trainable-candle demo` in this folder removes this run
 def begin(output: Path) -> None:
     """Remove what an earlier demo, perhaps an interrupted one, has trained; mark the folder.
 
-    Training does not overwrite an earlier run. A folder with another run stays as it is.
+    A folder with a run that is not a demo's stays as it is, without a mark. Training then raises an
+    error, because it does not overwrite an earlier run.
 
     Raises:
         OSError: a file cannot be removed or written.

@@ -1,4 +1,4 @@
-"""Writes files in llama.cpp's format, tensor by tensor.
+"""Writes files in GGUF, the format of llama.cpp, tensor by tensor.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """
@@ -52,7 +52,7 @@ KINDS: Final = {
     "q6_k": Kind(14, 256, 210),
     "bf16": Kind(30, 1, 2),
 }
-"""The kinds, by name: the name of a dtype, or of a format of `quantize`."""
+"""The kinds (number, block, size), by name: the name of a dtype, or of a format of `quantize`."""
 
 
 class Entry(NamedTuple):
@@ -77,7 +77,8 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
         ArgumentError: values are not finite or too large for a kind with blocks.
         OSError: the file cannot be written.
     """
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(facts))]
+    version = 3
+    head = [b"GGUF", struct.pack("<IQQ", version, len(entries), len(facts))]
     for key, value in facts.items():
         type_number, content = _fact(value)
         head += [_string(key), struct.pack("<I", type_number), content]

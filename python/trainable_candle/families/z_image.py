@@ -61,6 +61,7 @@ class ZImageTexts:
         L is the greatest length, rounded up to a multiple of 32. The transformer does not read the
         features of a caption after its length.
         """
+        # `states` returns a list with the features after each of the layers, here one.
         rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
         return in_rows(rows, _MULTIPLE)
 
@@ -83,12 +84,16 @@ class ZImage(FlowFamily[ZImageTexts]):
     )
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=5.0)
     distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=9, guidance=1.0)
+    # Drawing calls the model separately for the prompt and the negative prompt.
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
+    # Some values are too large for f16.
     overflows: ClassVar[bool] = True
+    # The autoencoder's `scaling_factor`.
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Z-Image goes with Qwen3 4B"
+    # `in_channels` counts the channels of a latent pixel, not those of an image token.
     packs: ClassVar[bool] = False
     model: ZImageTransformer
 
@@ -128,7 +133,7 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in Qwen3's feed-forward layer and in a caption's features."""
+        """The number of values in Qwen3's widest layer plus `text_values`, for one caption."""
         qwen3 = self.facts.parts["text_encoder"].config
         values_of_token = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
         return int(MOST_TOKENS * values_of_token) + self.text_values
@@ -136,8 +141,8 @@ class ZImage(FlowFamily[ZImageTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity from latents to noise, in the shape of `sample`.
 
-        The transformer itself takes times that run from noise (0) to data (1), and predicts the
-        velocity in that direction.
+        `times` run from latents (0) to noise (1000). The transformer itself takes times from noise
+        (0) to latents (1), and predicts the velocity in that direction.
         """
         predicted = self.model(
             sample,

@@ -1,4 +1,7 @@
-"""Lists the values from which a plan chooses settings."""
+"""Lists the values from which a plan chooses settings, so that a run fits into memory.
+
+The open settings are those that the user leaves to the plan.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def ladders(
 
     There is a list for each combination of the states' memory, the checkpointing policy and the
     base's format. From item to item of a list, more weights are streamed; the first streams none.
-    Each choice has a value for all of these settings, open or not.
+    Each choice has a value for all of these settings; the caller uses those of the open ones.
 
     Args:
         config: the settings.
@@ -55,7 +58,7 @@ def ladders(
             streamed.
     """
     formats = [SAME]
-    # Pairs of values for `stream_modulation` and `stream_blocks`.
+    # Pairs of values for `stream_modulation` and `stream_blocks`; None streams nothing.
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     # PiSSA decomposes unrounded weights in the device's memory: no rounding and no streaming.
     pissa = config.init == PISSA
@@ -70,6 +73,7 @@ def ladders(
         streams += [(modulation, None)] if modulation else []
         streams += [(modulation, count) for count in counts]
     policies = _POLICIES if CHECKPOINTING in names else (_POLICIES[0],)
+    # Where the optimizer's states are.
     places = (DEVICE, HOST) if STATES in names else (DEVICE,)
     return [
         [

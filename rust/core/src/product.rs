@@ -102,6 +102,7 @@ thread_local! {
 /// 16 significant bits of each factor and sum in f32. This applies to the forward passes of convolutions, linear layers
 /// and attention with wide heads that this thread queues on a CUDA device. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
+    // Sets the flag back to the value that it had before, even if `work` panics.
     struct Restored(bool);
     impl Drop for Restored {
         fn drop(&mut self) {

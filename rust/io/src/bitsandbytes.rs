@@ -73,10 +73,12 @@ pub fn nf4_entries(
         name: format!("{name}{end}"),
         shape,
         dtype,
+        // The elements in the file have the dtype `dtype`.
         codes: None,
         values,
     };
     let (codes, scales) = (vec![count.div_ceil(2), 1], vec![count.div_ceil(BLOCK)]);
+    // The tensor of the codes has the weight's own name.
     Ok([
         entry("", codes.clone(), DType::U8, quantize(Rc::clone(&values), "codes", codes)),
         entry(SCALES, scales.clone(), DType::F32, quantize(values, "scales", scales)),

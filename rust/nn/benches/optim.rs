@@ -68,7 +68,7 @@ fn best_step(name: &str, vars: &[Var]) -> Result<f64> {
         "AdamW" => Box::new(AdamW::new(params, 1e-3, 0.01)?),
         "Lion" => Box::new(Lion::new(params, 1e-4, 0.01)?),
         "AdamW8bit" => Box::new(AdamW8bit::new(params, 1e-3, 0.01)?),
-        // "clip" does not use its optimizer.
+        // Lion8bit; also for "clip", which uses no optimizer.
         _ => Box::new(Lion8bit::new(params, 1e-4, 0.01)?),
     };
     let mut best = f64::INFINITY;

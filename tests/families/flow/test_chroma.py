@@ -68,10 +68,11 @@ def test_prompts_of_different_lengths_are_not_padded(
 
     monkeypatch.setattr(task.family, "predict", record_shapes)
     task.draw(["a red blur"], SampleOptions(steps=2, size=(16, 16), guidance=2.0))
-    # The batch size and the number of text tokens. The empty prompt has two tokens.
+    # The batch size and the number of text tokens. The empty prompt has the end token and one
+    # padding token.
     negative, positive = (1, 2), (1, task.family.text_length("a red blur"))
     assert positive[1] > 2
-    assert shapes == [negative, positive] * 2
+    assert shapes == [negative, positive] * 2  # two steps
 
 
 def test_chroma_flash_is_recognized_by_its_name(chroma_base: Path, tmp_path: Path) -> None:

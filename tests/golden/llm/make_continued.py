@@ -1,4 +1,4 @@
-"""Greedy continuations of prompts by transformers, with the models in this folder.
+"""Compute greedy continuations of prompts by the models in this folder, with transformers.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `continued.json`.
 """

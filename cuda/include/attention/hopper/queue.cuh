@@ -1,6 +1,9 @@
-// The work of the forward pass over a packed row: a queue of tiles of queries. A block that has finished a tile takes the next one from the
-// queue. The number of tiles of keys that a tile of queries sees depends on the spans, which are in device memory, so the host cannot
-// divide the work evenly in advance. Results do not depend on which block takes a tile.
+// The work of attention's forward pass over a packed row: a queue of tiles of queries. A block that has finished a tile takes the next one
+// from the queue. The number of tiles of keys that a tile of queries sees depends on the spans, which are in device memory, so the host
+// cannot divide the work evenly in advance. Results do not depend on which block takes a tile.
+//
+// An item is a tile of queries of one head; a step is a tile of keys. A `Span` (schedule.cuh) has the number of an item and its steps,
+// `begin` to `end` (exclusive).
 #pragma once
 
 #include "schedule.cuh"
@@ -15,6 +18,7 @@ __device__ __forceinline__ void write_span(uint32_t to, const Span &span) {
                  : "memory");
 }
 // Reads what `write_span` wrote. Returns false if the span has no steps, which means that no item is left.
+// `is_part` is false, because one block computes all steps of an item of a queue.
 __device__ __forceinline__ bool read_span(Span &span, uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
@@ -24,8 +28,8 @@ __device__ __forceinline__ bool read_span(Span &span, uint32_t from) {
     return span.begin < span.end;
 }
 
-// An item is a tile of `rows_at_once` queries of one of the `heads` heads; a step is a tile of `keys_at_once` keys. Blocks take the last
-// tiles first. No query sees a key after itself, so the tiles at the start of the packed row have few steps. Blocks take these last, so
+// A tile of queries has `rows_at_once` queries of one of the `heads` heads, a tile of keys `keys_at_once` keys. Blocks take the last tiles
+// first. No query sees a key after itself, so the tiles at the start of the packed row have few steps. Blocks take these last, so
 // that all blocks end at nearly the same time.
 struct Queue {
     static constexpr bool IS_QUEUE = true;
@@ -45,24 +49,26 @@ struct Queue {
             const uint32_t items = tiles * queue.heads;
             const uint32_t index = is_first ? blockIdx.x : gridDim.x + atomicAdd(queue.taken, 1);
             is_first = false;
-            span = {0, 0, 0, 0, 0, false};
+            span = {/*item=*/0, /*begin=*/0, /*end=*/0, /*slot=*/0, /*time=*/0, /*is_part=*/false};
             if (index >= items) {
-                // For each block, exactly one attempt finds no item. The last of these attempts resets the counter.
+                // For each block, exactly one attempt finds no item. So the attempts have the indices 0 to items + gridDim.x - 1, and the
+                // last of them resets the counter.
                 if (index == items + gridDim.x - 1) *queue.taken = 0;
                 return false;
             }
             const uint32_t tile = tiles - 1 - index / queue.heads, first = tile * queue.rows_at_once;
+            // The tiles of a head have consecutive numbers.
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // A query outside all segments has the next position as its first key. A tile that begins with such queries still gets at least
-            // one step.
+            // A query outside all segments sees no key: its first key is the position after it, which may be beyond the last step. A tile
+            // that begins with such queries still gets at least one step.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }
     };
 
-    // The mask of the 64 queries from `first` on. `last_begin` is the first key that the last of these queries sees; `begin` has the first
-    // keys that the thread's two queries see.
+    // The mask of the 64 queries from `first` on, which four warps multiply with keys, 16 queries each. `last_begin` is the first key that
+    // the last of these queries sees; `begin` has the first keys that the thread's two queries see.
     struct VisibleKeys {
         uint32_t first, last_begin, begin[2];
 
@@ -73,11 +79,13 @@ struct Queue {
             : first(first), last_begin(queue.spans.first_key(first + 63)),
               begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
 
-        // Whether any of the queries does not see one of the `KEYS` keys from `key` on.
+        // Whether any of the queries does not see one of the `KEYS` keys from `key` on. The first query sees no key after itself, and no
+        // query has a later first key than the last query.
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
             return key + KEYS > first + 1 || key < last_begin;
         }
-        // Sets a score to negative infinity if its query does not see its key. The scores are those of the keys from `key` on.
+        // Sets a score to negative infinity if its query does not see its key. The scores are those of the keys from `key` on, as
+        // wgmma leaves them in registers: of each 8 keys the thread has two neighbouring ones, for its first query and then for its second.
         template <int N> __device__ __forceinline__ void hide(float (&scores)[N], uint32_t key) const {
             key += threadIdx.x % 4 * 2;
 #pragma unroll
@@ -88,7 +96,7 @@ struct Queue {
         }
     };
 
-    // Returns the task with the head of keys for a task with a head of queries. `index` stays that of the queries.
+    // Returns the task with the head of keys for a task with a head of queries. `task.index` still counts heads of queries.
     __device__ __forceinline__ Task of_keys(Task task) const {
         task.head /= spans.group();
         return task;

@@ -29,6 +29,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         let [found, expected] = [bias, x].map(|raw| raw.dtype().as_str());
         return Err(Error::dtype(op, format!("the bias is {found}, expected {expected}")));
     }
+    // `plan.a` and `plan.b` are the strides of x and w.
     let matrices = (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b));
     let (Some(left), Some(right)) = matrices else { return Ok(None) };
     if !matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32) || plan.m * plan.n * plan.k == 0 {
@@ -44,6 +45,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         arithmetic: Arithmetic::with_bias(x.dtype()),
         sizes: [plan.n, plan.m, plan.k],
         operands: [operand(right), operand(left)],
+        // Columns of yᵀ follow one another without gaps.
         distance: plan.n as i64,
         // y and the bias have one entry: the alignment of their addresses combined by OR is the smaller of the two.
         alignments: [w_at, x_at, y_at | bias_at].map(alignment),

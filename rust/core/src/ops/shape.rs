@@ -17,6 +17,8 @@ static NARROW: OpInfo = OpInfo::cheap("narrow");
 static STRIDED: OpInfo = OpInfo::cheap("slice");
 static CAT: OpInfo = OpInfo::cheap("cat");
 
+// In the backward passes below, index 0 is the only input of the operation.
+
 /// The field is the shape of the input.
 struct ReshapeBackward(Shape);
 
@@ -47,6 +49,8 @@ impl Backward for BroadcastBackward {
     }
 }
 
+/// The backward pass of [`Tensor::narrow`]. `dims` is the shape of the input; the result begins at index `start` along
+/// `dim` of the input.
 struct NarrowBackward {
     dims: Vec<usize>,
     dim: usize,
@@ -75,6 +79,7 @@ impl Backward for StridedBackward {
     }
 }
 
+/// The backward pass of [`Tensor::cat`]. `lengths` are the sizes of the inputs along `dim`.
 struct CatBackward {
     dim: usize,
     lengths: Vec<usize>,
@@ -341,6 +346,7 @@ impl Tensor {
         }
         let size = self.dims()[dim];
         let length = size.div_ceil(chunks).max(1);
+        // An empty dimension has one part, which is empty.
         (0..size.max(1)).step_by(length).map(|start| self.narrow(dim, start, length.min(size - start))).collect()
     }
 
@@ -370,7 +376,8 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file.
+/// Registry entries of this file. A case has a label, the shapes of its inputs, and the call to test. The label says
+/// what is special about the case, and is empty if nothing is.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

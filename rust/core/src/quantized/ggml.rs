@@ -93,7 +93,9 @@ impl Ggml {
     }
 
     /// Number of bytes of a block. The terms of the sums are the sizes of the block's fields, in the order in which
-    /// they are stored.
+    /// they are stored: d (2 bytes) or d and m (4), the scales and minimums of the parts (12), the fifth bits of the
+    /// codes (4 or 32), their other bits. Q6K has the low four bits of the codes, their two high bits, the scales of
+    /// the parts, and d.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::Q4_0 => 2 + 16,
@@ -186,7 +188,8 @@ fn u32_at(block: &[u8], at: usize) -> u32 {
 }
 
 /// Writes `value(code)` for the 32 codes of a block. The low four bits of the sixteen bytes `codes` are the codes 0 to
-/// 15, and the high four bits the codes 16 to 31. Bit i of `fifth` is the fifth bit of code i.
+/// 15, and the high four bits the codes 16 to 31. Bit i of `fifth` is the fifth bit of code i; `fifth` is 0 for codes
+/// of four bits.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -261,6 +264,7 @@ fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };
     codes[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
+    // The code n of x is x / d + 8, rounded: the conversion to u8 drops the fraction.
     let code = |x: f32| ((x * reciprocal + 8.5) as u8).min(15);
     for (i, byte) in codes[2..].iter_mut().enumerate() {
         *byte = code(values[i]) | code(values[i + 16]) << 4;

@@ -1,4 +1,4 @@
-//! The encoder and the decoder of the autoencoder.
+//! The encoder and the decoder of Qwen-Image's autoencoder.
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, Module, Visitor, Weights};
@@ -60,7 +60,7 @@ impl Head {
 }
 
 /// Converts images (B, H, W, 3) to features (B, h, w, 2 · `z_dim`), from which `quant_conv` computes the means and the
-/// logarithms of the variances of the latents.
+/// logarithms of the variances of the latents. Each level but the last halves height and width.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Blocks<Down>,
@@ -81,6 +81,7 @@ impl Encoder {
             }
             if level + 1 < levels {
                 let weights = &mut weights.pp(&format!("down_blocks.{}", layers.len()));
+                // Zeros are added only at the lower and right edges.
                 let asymmetric = true;
                 layers.push(Down::Halve(Downsample::named(RESAMPLE, width, asymmetric, weights)?));
             }
@@ -99,7 +100,11 @@ impl Encoder {
     }
 
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = self.down_blocks.run(&self.conv_in.forward(x)?, &[], |layer, x, _| layer.forward(x))?;
+        let x = self.down_blocks.run(
+            &self.conv_in.forward(x)?,
+            /* conditions: */ &[],
+            |layer, x, _| layer.forward(x),
+        )?;
         self.head.forward(&self.mid_block.forward(&x)?)
     }
 }
@@ -122,8 +127,8 @@ struct Up {
 
 impl Up {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = self.resnets.run(x, &[], |block, x, _| block.forward(x))?;
-        self.upsampler.as_ref().map_or(Ok(x.clone()), |layer| layer.forward(&x, None))
+        let x = self.resnets.run(x, /* conditions: */ &[], |block, x, _| block.forward(x))?;
+        self.upsampler.as_ref().map_or(Ok(x.clone()), |layer| layer.forward(&x, /* size: */ None))
     }
 }
 
@@ -154,6 +159,7 @@ impl Decoder {
                 let channels = if j == 0 { input_width } else { width };
                 ResidualBlock::new(channels, width, &mut weights.pp(&format!("resnets.{j}")))
             };
+            // One block more than in a level of the encoder.
             let resnets = (0..=config.num_res_blocks).map(block).collect::<Result<_>>()?;
             let upsampler = (i + 1 < levels)
                 .then(|| Upsample::named(RESAMPLE, width, width / 2, &mut weights.pp("upsamplers.0")))

@@ -1,4 +1,4 @@
-//! The configuration of the autoencoder: its sizes, and the means and standard deviations of its latents.
+//! The configuration of Qwen-Image's autoencoder: its sizes, and the means and standard deviations of its latents.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::Result;
@@ -55,8 +55,9 @@ const TEMPORAL: &str = "temperal_downsample";
 impl Configuration for QwenVaeConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(AutoencoderKLQwenImage::CLASS_NAME, map);
+        // Only these values of the two fields are supported.
         fields.only(&[("attn_scales", json!([])), ("input_channels", json!(3))])?;
-        // The value of TEMPORAL is not checked, but copied from `map` below.
+        // The forward pass has no dropout. The value of TEMPORAL is not checked, but copied from `map` below.
         fields.ignore(&["dropout", TEMPORAL]);
         let standard = Self::default();
         let dim_mult = if map.contains_key("dim_mult") { fields.list("dim_mult")? } else { standard.dim_mult };

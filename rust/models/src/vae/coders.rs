@@ -1,4 +1,4 @@
-//! The encoder and the decoder of the autoencoder.
+//! The encoder and the decoder of the autoencoder of SDXL, Flux and other models (`AutoencoderKL` in diffusers).
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Module, Visitor, Weights};
@@ -33,7 +33,8 @@ impl<S> Level<S> {
 
     /// The level's result for the feature map `x (B, H, W, C)`; `run_resize` runs the downsampling or upsampling.
     fn forward(&self, x: Tensor, run_resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        let x = self.resnets.run(&x, &[], |block, x, _| block.forward(x, None))?;
+        let x =
+            self.resnets.run(&x, /* conditions: */ &[], |block, x, _| block.forward(x, /* embedding: */ None))?;
         match &self.resize {
             Some(layer) => run_resize(layer, &x),
             None => Ok(x),
@@ -80,10 +81,12 @@ impl Encoder {
         let widths = &config.block_out_channels;
         let (levels, last_width) = (widths.len(), widths[widths.len() - 1]);
         let level = |i: usize, weights: &mut Weights<'_>| {
+            // Zeros are added only at the lower and right edges.
             let asymmetric = true;
             let downsample = (i + 1 < levels)
                 .then(|| Downsample::new(widths[i], asymmetric, &mut weights.pp("downsamplers.0")))
                 .transpose()?;
+            // The first level reads the result of `conv_in`, which has as many channels as this level.
             let input_width = widths[i.saturating_sub(1)];
             Level::new(config, config.layers_per_block, input_width, widths[i], downsample, weights)
         };
@@ -143,6 +146,7 @@ impl Decoder {
             let upsample =
                 (i + 1 < levels).then(|| Upsample::new(widths[i], &mut weights.pp("upsamplers.0"))).transpose()?;
             let input_width = widths[i.saturating_sub(1)];
+            // One block more than in a level of the encoder.
             Level::new(config, config.layers_per_block + 1, input_width, widths[i], upsample, weights)
         };
         Ok(Self {
@@ -159,7 +163,7 @@ impl Decoder {
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut x = self.mid_block.forward(&self.conv_in.forward(x)?)?;
         for level in &self.up_blocks {
-            x = level.forward(x, |layer, x| layer.forward(x, None))?;
+            x = level.forward(x, |layer, x| layer.forward(x, /* size: */ None))?;
         }
         self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
     }

@@ -1,4 +1,4 @@
-//! [`Layout`]: the layout of parameters in files and in memory.
+//! [`Layout`]: the layout of an adapter's parameters in files and in memory.
 
 use trainable_candle_core::ops::cayley::size_of;
 use trainable_candle_core::{DType, Error, Result, Tensor};
@@ -38,6 +38,7 @@ impl Layout {
         if self == Self::UpperTriangle {
             return squares(value);
         }
+        // A linear layer has no kernel size.
         let (Some([height, width]), dims) = (base.kernel(), value.dims()) else { return Ok(value.clone()) };
         match self {
             Self::Same | Self::UpperTriangle => Ok(value.clone()),
@@ -65,6 +66,7 @@ impl Layout {
         if self == Self::UpperTriangle {
             return triangles(value);
         }
+        // A linear layer has no kernel size.
         let Some([height, width]) = base.kernel() else { return Ok(value.clone()) };
         let misfit = |expected: &str| {
             Error::shape(

@@ -128,7 +128,8 @@ mod tests {
         for (case, value) in [1.001_f32, -1.003_9, 3.0e-5, 0.999_7, 255.3, -7.0e20].into_iter().enumerate() {
             let mut rounded = vec![bf16::ZERO; COUNT];
             let bits = Bits { seed: 5, step: 1 + case as u64, first: 0 };
-            bits.round(&vec![value; COUNT], &mut rounded, case % 4);
+            let array = case % 4;
+            bits.round(&vec![value; COUNT], &mut rounded, array);
             let (value, unit) = (f64::from(value), unit(value));
             let is_neighbour = |found: &bf16| (f64::from(*found) - value).abs() < unit;
             assert!(rounded.iter().all(is_neighbour), "{value}");

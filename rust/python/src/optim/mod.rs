@@ -201,6 +201,7 @@ impl Optimizer {
     }
 }
 
+/// `Iterable` and `Iterable[Var]`, as annotations in the stub of the extension.
 const ITERABLE: PyStaticExpr = type_hint_identifier!("collections.abc", "Iterable");
 const VARIABLES: PyStaticExpr = type_hint_subscript!(ITERABLE, Var::TYPE_HINT);
 
@@ -226,7 +227,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
 /// The items of an iterable, or the values of a dict.
 ///
 /// # Errors
-/// `ArgumentError` for a tensor, whose slices are no variables; `TypeError` if `object` is not iterable.
+/// `ArgumentError` for a tensor: iteration over it would yield its slices, which are no variables. `TypeError` if
+/// `object` is not iterable.
 fn items<'py>(object: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
     if object.is_instance_of::<Tensor>() {
         return Err(tc::Error::argument("parameters", "found one tensor, expected a list of Vars").into());

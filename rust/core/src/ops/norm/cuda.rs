@@ -11,6 +11,9 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved};
 use crate::{Raw, Result};
 
+/// The index of the norm's input x among the inputs of the operation.
+const INPUT: usize = 0;
+
 /// Scale (`weight`) and shift (`bias`) as kernels read them: dense, and both in the input's dtype or both in f32.
 pub(super) struct Parameters {
     pub weight: Option<Raw>,
@@ -63,11 +66,12 @@ impl SavedAffine {
         Ok([get(&self.scale)?, get(&self.shift)?])
     }
 
-    /// Says which gradients this backward pass computes. `before` is `None`.
+    /// Says which gradients this backward pass computes. `before` is `None`: the caller sets it. A [`Place`] has the
+    /// index of scale or shift among the inputs of the operation, and the shape and dtype of its gradient.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
         Wanted {
-            input: context.needs(0),
+            input: context.needs(INPUT),
             weight: wants(&self.scale_place),
             bias: wants(&self.shift_place),
             before: None,
@@ -78,7 +82,8 @@ impl SavedAffine {
     /// that [`BackwardContext::take_pending`] has taken out, if there was one.
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
-            context.add_pending(0, Pending::new(sum, true))?;
+            let owned = true;
+            context.add_pending(INPUT, Pending::new(sum, owned))?;
         }
         for (place, grad) in [(&self.scale_place, grads.weight), (&self.shift_place, grads.bias)] {
             if let (Some(place), Some(grad)) = (place, grad) {
@@ -113,7 +118,8 @@ pub(super) fn sum_affine(
     let sums = [result(wants[0])?, result(wants[1])?];
     if partials.elem_count() > 0 {
         let function = gpu.function(&NORM_AFFINE_SUM, suffix(op, dtype)?)?;
-        // 16 threads add the pieces of an element. The second dimension of the grid has the scale and the shift.
+        // A block computes 32 of the `len` elements: 16 threads add the pieces of an element. The second dimension of
+        // the grid has the scale and the shift.
         let shape = Shape { grid: [len.div_ceil(32) as u32, 2, samples as u32], block: [32, 16, 1], shared: 0 };
         let arguments = NormAffineSum {
             partials: input(op, partials)?,

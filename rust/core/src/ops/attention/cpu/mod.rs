@@ -1,6 +1,7 @@
-//! The CPU kernels compute the scores of a block of queries and a block of keys at a time, with a running maximum and
-//! sum for each query (Milakov & Gimelshein 2018, arXiv:1805.02867). A task of the forward pass is a block of queries
-//! of a head. A task of the backward pass is a head of keys, or a part of the queries that read this head.
+//! The CPU form of attention. Its kernels compute the scores of a block of queries and a block of keys at a time, with
+//! a running maximum and sum for each query (Milakov & Gimelshein 2018, arXiv:1805.02867). A task of the forward pass
+//! is a block of queries of a head. A task of the backward pass is a head of keys, or a part of the queries that read
+//! this head.
 
 mod backward;
 mod forward;
@@ -68,6 +69,7 @@ impl Spans {
         // The queries that see a key come first. Each of them sees the key at its own position.
         let seeing = first_keys.iter().zip(queries.clone()).filter(is_seeing).count();
         let start = first_keys.first().map_or(0, |&first_key| first_key as usize);
+        // If no query sees a key, the range is empty.
         start..(queries.start + seeing).max(start)
     }
 }
@@ -113,7 +115,8 @@ impl Attention {
             VisibleKeys::Segments(spans) => spans.0[query] as usize,
             _ => 0,
         };
-        // First keys do not decrease, so that of the last query is the largest.
+        // First keys do not decrease, so that of the last query is the largest. The first query sees no key after its
+        // own position, so it sees the fewest keys at the end of the block.
         let all_see_start = first_key(queries.end - 1) <= keys.start;
         let all_see_end = keys.end <= queries.start + 1;
         if matches!(self.visible_keys, VisibleKeys::All) || (all_see_start && all_see_end) {
@@ -143,7 +146,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
         let width = keys.len();
         let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head / self.attention.group, keys));
-        gemm(MatMut::row_major(out, queries.len(), width), q, k.t(), self.attention.scale, false);
+        let accumulate = false;
+        gemm(MatMut::row_major(out, queries.len(), width), q, k.t(), self.attention.scale, accumulate);
         if let Some(mask) = &self.mask {
             dispatch(
                 #[inline(always)]

@@ -1,4 +1,5 @@
-//! The CUDA form: `kernels/rms_norm_rope.cu`.
+//! The CUDA form of RMS norm and rotary embedding of an attention's queries and keys, which the kernels of
+//! `kernels/rms_norm_rope.cu` read from the columns of one projection, x.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::rms_norm_rope::{
@@ -12,8 +13,8 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// The arguments that both kernels for heads share, without `x`, gradients and results. The kernels get addresses of
-/// `tables` and `weights`; owning the tensors here keeps these addresses valid.
+/// The arguments that the kernels of the forward and the backward pass share, without `x`, gradients and results. The
+/// kernels get addresses of `tables` and `weights`; owning the tensors here keeps these addresses valid.
 struct HeadArguments {
     /// cos and sin.
     tables: Option<[Raw; 2]>,
@@ -54,7 +55,7 @@ impl HeadArguments {
             x_strides: [columns, columns * x.dims()[1] as u64],
             y_strides: [y.stride()[1] as u64, y.stride()[0] as u64],
             weight_f32: u32::from(is_mixed),
-            // Each thread has two packs, whose features form pairs.
+            // Each thread has two packs of 16 bytes (`wide` elements), whose features form pairs.
             shape: Shape::flat(y.elem_count(), 2 * wide(x.dtype())),
         })
     }
@@ -67,7 +68,8 @@ impl HeadArguments {
     }
 }
 
-/// As [`HeadNorms::forward`].
+/// Writes the normalised and rotated queries and keys of x to `y`, as [`HeadNorms::forward`] says. Returns `rstd`,
+/// 1/√(mean(x²) + eps) of each head of each token, if heads are normalised.
 pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     let arguments = HeadArguments::new(norms, x, y)?;
@@ -106,12 +108,14 @@ pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadSta
     Ok(rstd.into_iter().collect())
 }
 
-/// As [`HeadNorms::backward`], with the forward pass's statistics in `rstd`; `None` if nothing is normalised.
+/// Writes the gradient of x to `dx`, as [`HeadNorms::backward`] says. `grad` is the gradient of the result y, in the
+/// shape of y. `rstd` is what [`forward`] returned; `None` if nothing is normalised.
 pub(super) fn backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     if grad.elem_count() == 0 {
         return Ok(());
     }
+    // The strides of y are here those of its gradient.
     let arguments = HeadArguments::new(norms, x, grad)?;
     let [q_weight, k_weight, cos, sin] = arguments.addresses(op)?;
     let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
