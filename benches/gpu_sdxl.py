@@ -73,8 +73,8 @@ CASES = [
     Case(4, "no", "adamw"),
 ]
 
-# Milliseconds of a step with torch.compile; measured once (H200, torch 2.11), because compiling takes
-# four minutes.
+# Milliseconds of a step with torch.compile; measured once (H200, torch 2.11), because compiling
+# takes four minutes.
 COMPILED = {Case(1, "no", "adamw"): 170, Case(4, "no", "adamw"): 204}
 
 
