@@ -1,4 +1,4 @@
-//! Signatures of kernels, read from preprocessed CUDA.
+//! Signatures of kernels, read from preprocessed CUDA. The build generates the code that launches the kernels from them.
 
 use std::collections::BTreeSet;
 
@@ -28,8 +28,9 @@ pub enum Pointer {
 /// The text between `extern "C"` and the body of each kernel, as one line for each kernel.
 ///
 /// # Errors
-/// Names a kernel whose first statement is neither `follow();` nor `follow_after(...)`: such a kernel could run before its
-/// operands are written.
+/// Names a kernel whose first statement is neither `follow();` nor `follow_after(...)`. These wait for
+/// the kernels before it. On new GPUs a kernel may start while they still run, so without the wait it could read its
+/// operands before they are written.
 pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     const LINKAGE: &str = "extern \"C\"";
     const FIRST: [&str; 2] = ["follow();", "follow_after("];
@@ -43,6 +44,7 @@ pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
         }
         let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
         let starts = |body: &str| FIRST.iter().any(|first| body.trim_start().starts_with(first));
+        // A declaration has no body to check: its `body` begins with `;`.
         if body.strip_prefix('{').is_some_and(|body| !starts(body)) {
             return Err(format!("expected {} first in the body (include/follow.cuh says why): {head}", FIRST[0]));
         }
@@ -51,7 +53,7 @@ pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     Ok(heads)
 }
 
-/// The distinct names after `struct`, except those that start with `__`.
+/// The names of all structures: the distinct names after `struct`, except those that start with `__`.
 pub fn structures(preprocessed: &str) -> BTreeSet<&str> {
     let starts = preprocessed.match_indices("struct ").map(|(at, word)| &preprocessed[at + word.len()..]);
     starts.map(first_name).filter(|name| !name.is_empty() && !name.starts_with("__")).collect()

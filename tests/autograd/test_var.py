@@ -68,6 +68,7 @@ def test_a_variable_gets_the_given_data_dtype_and_device():
     assert tc.Var(tc.ones(2, dtype="f16")).dtype == "f16"
     assert tc.Var(tc.ones(2), dtype="bf16").dtype == "bf16"
     assert tc.Var([1.0], device="cpu").device == "cpu"
+    # The tests run without a GPU, unless they have the marker `gpu`.
     with pytest.raises(tc.CudaUnavailableError):
         tc.Var([1.0], device="cuda")
 

@@ -168,11 +168,12 @@ def parse(*arguments: str) -> TrainConfig:
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
+    _, setting = settings()[name]  # the type and the description
     if isinstance(value, bool):
         return [flag(name) if value else f"--no-{flag(name)[2:]}"]
-    if settings()[name][1].several:
+    if setting.several:
         return [flag(name), *value]
-    if settings()[name][1].texts:
+    if setting.texts:
         return [part for text in value for part in (flag(name), text)]
     return [flag(name), ",".join(value) if isinstance(value, list) else str(value)]
 
@@ -315,9 +316,8 @@ def test_flags_of_other_tools_are_converted_or_their_errors_give_advice() -> Non
 def test_a_preset_sets_only_settings_that_are_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
-    assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
-    # A given value overrides the preset even if it equals the default. `epochs` replaces the
-    # preset's `steps`.
+    assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)  # The preset has rank 32.
+    # A given value overrides the preset even if it is the default, 16. `epochs` replaces `steps`.
     assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
     assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
     path = tmp_path / "run.yaml"
@@ -380,11 +380,11 @@ def test_a_preset_gives_only_settings_that_have_an_effect() -> None:
     for model in ("sdxl", "causal-lm"):
         config = parse("--model", model, "--preset", "quality", "--adapter", "oft")
         check_settings(config)
-        assert (config.rank, config.lora_dropout) == (16, 0.0)
-        assert config.lr_scheduler == "cosine"
+        # OFT has no rank and no dropout: they keep their defaults.
+        assert (config.rank, config.lora_dropout, config.lr_scheduler) == (16, 0.0, "cosine")
     config = parse("--model", "causal-lm", "--preset", "quality", "--objective", "dpo")
     check_settings(config)
-    assert (config.rank, config.lora_dropout) == (64, 0.0)
+    assert (config.rank, config.lora_dropout) == (64, 0.0)  # DPO allows no dropout.
     config = parse("--model", "sdxl", "--preset", "quality", "--adapter", "oft", "--rank", "4")
     with pytest.raises(ConfigError, match="give --oft-block-size instead"):
         check_settings(config)

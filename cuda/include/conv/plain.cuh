@@ -1,15 +1,16 @@
 // Convolutions without tensor cores, for what the tensor-core functions do not support (see conv.cu): f32, f64, grouped
-// channels and certain sizes. In the `plain` functions, a block of 256 threads computes a tile of 64 by 64 sums, 16 summed
-// values at a time. The `direct` functions are for groups of few channels. In them, a thread computes a whole sum or, for the
-// gradient of the weight, an eighth of one.
+// channels and certain sizes. Each element of a result is a sum of products. In the `plain` functions, a block of 256 threads
+// computes a tile of 64 by 64 elements, and adds 16 products to each of them at a time. The `direct` functions are for groups of
+// few channels. In them, a thread computes a whole sum or, for the gradient of the weight, an eighth of the block's partial sum.
 #pragma once
 
 #include "geometry.cuh"
 
 constexpr int PLAIN_TILE = 64, PLAIN_DEPTH = 16, PLAIN_THREADS = 256;
 
-// The operands of a tile in shared memory: left[summed value][row], right[summed value][column]. The unused last column of each puts the
-// values that a block writes at the same time into different banks.
+// The operands of a tile in shared memory: left[product][row], right[product][column]. A row is a pixel of the result and a column is a
+// channel of it; for the gradient of the weight, they are an output channel and a pair (tap, input channel). The unused last column of
+// each array puts the values that a block writes at the same time into different banks.
 template <typename T> struct PlainTiles {
     Acc<T> left[PLAIN_DEPTH][PLAIN_TILE + 1], right[PLAIN_DEPTH][PLAIN_TILE + 1];
 };
@@ -30,7 +31,7 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// Returns the index of the weight for a channel of the source, a channel of the result and a tap (a, b). `channel` and `result`
+// Returns the index in the weight (out_channels, taps, channels / groups) for a channel of the source, a channel of the result and a tap (a, b). `channel` and `result`
 // are counted from the first channel of group `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,
@@ -52,19 +53,20 @@ template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *so
     return widen(source[pixel * gather.channels * s.groups + channel]);
 }
 
-// Computes a tile of pixels by channels, for every gridDim.z-th group.
+// Computes a tile of pixels by channels of the result, for every gridDim.z-th group. blockIdx.y is the phase (see `Gather`).
 template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
     const Gather gather = Gather::of<D>(s, blockIdx.y);
     const int columns = (gather.results + PLAIN_TILE - 1) / PLAIN_TILE, pixels = gather.pixels();
     const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
-    const int length = gather.taps() * gather.channels;
+    const int length = gather.taps() * gather.channels; // The number of products in each sum.
     if (first_row >= pixels) return;
 
     for (int group = blockIdx.z; group < int(s.groups); group += gridDim.z) {
         Acc<T> acc[4][4] = {};
         for (int start = 0; start < length; start += PLAIN_DEPTH) {
+            // `at` is the index of a product in the sum. This thread fills left[k][i] and right[k][i] for one `k`, and some `i`.
             const int k = int(threadIdx.x) % PLAIN_DEPTH, at = start + k, tap = at / gather.channels;
             const int channel = at - tap * gather.channels, a = tap / gather.x.taps, b = tap - a * gather.x.taps;
             __syncthreads();
@@ -95,7 +97,8 @@ conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const C
     }
 }
 
-// In each thread, computes one value of the result after another. `column` is the value's channel, counted over all groups.
+// Each thread computes one value of the result after another. `column` is the value's channel, counted over all groups.
+// blockIdx.y is the phase (see `Gather`).
 template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     const Gather gather = Gather::of<D>(s, blockIdx.y);
@@ -132,13 +135,15 @@ __device__ __forceinline__ Acc<T> input_value(const T *x, const Conv2dShape &s, 
     return widen(x[((int64_t(image) * s.height + y) * s.width + x_) * s.channels + channel]);
 }
 
-// Returns the range (first, end) of the pixels of the output that this block sums over: those of slice blockIdx.z.
+// The gradient of the weight sums over the pixels of the output, which are divided into gridDim.z ranges. Returns the range (first,
+// end) of this block, number blockIdx.z.
 __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
     const int64_t pixels = int64_t(s.batch) * s.out_height * s.out_width;
     return {int(pixels * blockIdx.z / gridDim.z), int(pixels * (blockIdx.z + 1) / gridDim.z)};
 }
 
-// Computes the block's slice of `partials`: a tile of output channels by (tap, input channel) columns, for every gridDim.y-th group.
+// Sums over the pixels of `slice_pixels` and writes the sums to slice blockIdx.z of `partials` (gridDim.z, elements of the weight). A
+// block computes a tile of output channels by (tap, input channel) columns of this slice, for every gridDim.y-th group.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad,
                                                                                const T *x, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
@@ -146,7 +151,7 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
               values = s.kernel_height * s.kernel_width * in;
     const int columns = (values + PLAIN_TILE - 1) / PLAIN_TILE;
     const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
-    const int2 part = slice_pixels(s);
+    const int2 range = slice_pixels(s);
     Acc<T> *slice = partials + int64_t(blockIdx.z) * s.out_channels * values;
     // This thread fills left[k][i] and right[k][i] for one `i`, and some `k`.
     const int i = int(threadIdx.x) % PLAIN_TILE, row = first_row + i, column = first_column + i;
@@ -155,15 +160,15 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
 
     for (int group = blockIdx.y; group < int(s.groups); group += gridDim.y) {
         Acc<T> acc[4][4] = {};
-        for (int start = part.x; start < part.y; start += PLAIN_DEPTH) {
+        for (int start = range.x; start < range.y; start += PLAIN_DEPTH) {
             __syncthreads();
             for (int k = int(threadIdx.x) / PLAIN_TILE; k < PLAIN_DEPTH; k += PLAIN_THREADS / PLAIN_TILE) {
                 const int pixel = start + k;
-                tiles.left[k][i] = pixel < part.y && row < outs
+                tiles.left[k][i] = pixel < range.y && row < outs
                                        ? widen(grad[int64_t(pixel) * s.out_channels + group * outs + row])
                                        : Acc<T>(0);
                 tiles.right[k][i] =
-                    pixel < part.y && column < values ? input_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
+                    pixel < range.y && column < values ? input_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
             }
             __syncthreads();
             multiply_plain(acc, tiles);
@@ -178,21 +183,21 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     }
 }
 
-// Computes the block's slice of `partials`. The lanes of a warp take neighbouring output channels. Each of the block's eight
-// warps takes every eighth pixel of the slice, and the first warp adds the sums of all eight.
+// Like `conv2d_grad_weight_plain`, with other work for a block: its tile is 32 output channels, one for each lane of a warp, by one
+// (tap, input channel) after another. Each of the eight warps takes every eighth pixel, and the first warp adds the sums of all eight.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad,
                                                                                 const T *x, const Conv2dShape &s) {
     __shared__ Acc<T> sums[PLAIN_THREADS / WARP][WARP];
     const int in = s.channels / s.groups, outs = s.out_channels / s.groups,
               values = s.kernel_height * s.kernel_width * in;
     const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP, out = int(blockIdx.x) * WARP + lane;
-    const int2 part = slice_pixels(s);
+    const int2 range = slice_pixels(s);
     for (int value = blockIdx.y; value < values; value += gridDim.y) {
         const int tap = value / in, a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
         Acc<T> sum = 0;
         if (out < int(s.out_channels)) {
             const int channel = out / outs * in + value - tap * in;
-            for (int pixel = part.x + warp; pixel < part.y; pixel += PLAIN_THREADS / WARP) {
+            for (int pixel = range.x + warp; pixel < range.y; pixel += PLAIN_THREADS / WARP) {
                 sum += widen(grad[int64_t(pixel) * s.out_channels + out]) * input_value(x, s, pixel, a, b, channel);
             }
         }

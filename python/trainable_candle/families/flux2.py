@@ -31,7 +31,7 @@ LAYERS: Final = (9, 18, 27)
 
 
 class Flux2Texts:
-    """Qwen3 with its tokenizer; features are the outputs of the three `LAYERS`, concatenated.
+    """Qwen3 with its tokenizer; a token's features are the outputs of `LAYERS`, concatenated.
 
     Captions are padded to 512 tokens. The features include those of the padding, as in
     `encode_prompt` of diffusers' pipeline:
@@ -53,7 +53,8 @@ class Flux2Texts:
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption in the template has more tokens than Qwen3 reads."""
+        """Return whether a caption in Qwen3's chat template has more than `MOST_TOKENS` tokens."""
+        # `encode` returns at most as many tokens as its second argument says.
         return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -83,6 +84,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         r"transformer_blocks\.\d+\.attn\.to_(q|k|v|out\.0)",
         r"single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)",
     )
+    # The shift of the noise levels grows with the image.
     schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
     coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
@@ -112,7 +114,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return self.is_distilled
 
     def require_own(self) -> None:
-        """See `FlowFamily.require_own`; also checks that the model is not FLUX.2-dev.
+        """Check that the weights are FLUX.2-klein, not FLUX.2-dev, and that the parts fit together.
 
         Raises:
             MissingFileError, WeightsFormatError: a part is missing or damaged.
@@ -127,7 +129,7 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def text_features(self) -> Mapping[str, Features]:
-        """See `FlowFamily.text_features`."""
+        """The width of the text features from Qwen3, and the width that the transformer reads."""
         width = len(LAYERS) * self.facts.parts["text_encoder"].config["hidden_size"]
         return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
 
@@ -176,12 +178,16 @@ class Flux2(FlowFamily[Flux2Texts]):
         All numbers are for one caption.
         """
         qwen3 = self.facts.parts["text_encoder"].config
-        # The outputs of all layers up to the last of `LAYERS` stay in memory.
+        # The outputs of all layers up to the last of `LAYERS` stay in memory, and the widest layer
+        # has four more tensors of this width, besides two of the width of its feed-forward network.
         outputs = (max(LAYERS) + 4) * qwen3["hidden_size"]
         return int(self.text_tokens * (2 * qwen3["intermediate_size"] + outputs)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """Return the velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`.
+
+        `times` go from 0 to 1000; the transformer takes them from 0 to 1.
+        """
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
         image_at, text_at = positions(height, width, text.shape[1], self.device, has_text_axis=True)
