@@ -57,6 +57,7 @@ class Layer:
 
 def layers() -> Iterator[Layer]:
     """Yield the large linear layers of the models of the benchmarks."""
+    # SDXL's two kinds of attention blocks, for images of 1024 x 1024 pixels.
     for batch in (1, 4):
         for tokens, width in ((1024, 1280), (4096, 640)):
             rows = batch * tokens
@@ -73,11 +74,13 @@ def layers() -> Iterator[Layer]:
         yield Layer(model, rows, width, width)
         yield Layer(model, rows, width, 2 * mlp_width)
         yield Layer(model, rows, mlp_width, width)
+    # 4096 image tokens (1024 x 1024 pixels), alone or with 512 (Flux) or 128 (Z-Image) text tokens.
     for model, rows, width in (("flux", 4608, 3072), ("flux", 4096, 3072), ("z-image", 4224, 3840)):
         yield Layer(model, rows, width, 3 * width, bias=model == "flux")
         yield Layer(model, rows, width, width, bias=model == "flux")
     yield Layer("flux", 4096, 3072, 12288, bias=True)
     yield Layer("flux", 4096, 12288, 3072, bias=True)
+    # Single-stream blocks: a layer for q, k, v and the MLP, then one for attention and the MLP.
     yield Layer("flux", 4608, 3072, 21504, bias=True)
     yield Layer("flux", 4608, 15360, 3072, bias=True)
     yield Layer("z-image", 4224, 3840, 20480)
@@ -237,7 +240,11 @@ def microseconds(call: Callable[[int], object]) -> float:
 
 
 def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float, codes: bool) -> None:
-    """Time the product of a layer with each algorithm, and print its line."""
+    """Time the product of a layer with each algorithm, and print its line.
+
+    If `backward`, the product is the gradient of the layer's input. Then the gradient of the
+    layer's output takes the place of the input, so input and output features are swapped.
+    """
     m, k = (layer.inputs, layer.outputs) if backward else (layer.outputs, layer.inputs)
     bias = layer.bias and not backward
     # Products of codes need the transposed weight in the backward pass.

@@ -4,7 +4,7 @@
 // - e4m3, with a scale for each row, or one for the part.
 // - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes per byte, the first in the upper half, and a scale for each
 //   64 elements. In NF4 the scales are f32. In nested NF4 they are quantized, too: a scale is the value of its 8-bit code in the signed
-//   dynamic map, times the outer scale that 256 such codes share, plus the offset of the part.
+//   dynamic map (dynamic_map.cuh), times the outer scale that 256 such codes share, plus the offset of the part.
 // - The block formats of ggml (ggml.cuh), which divide a row into blocks. Each block holds its scales and its codes.
 //
 // A value is the product, in f32, of the scale and the number that the code stands for; some formats of ggml add a minimum. The value
@@ -50,7 +50,7 @@ __device__ const float NF4_VALUES[16] = {
     0.440709829f, 0.562617004f, 0.722956836f, 1.0f
 };
 
-// The magnitudes of the signed dynamic map.
+// The magnitudes of the signed dynamic map: 8-bit codes of numbers from -1 to 1 (dynamic_map.cuh).
 __device__ const dynamic_map::Magnitudes<true> MAGNITUDES{};
 
 // The number of an e4m3 code that is not NaN: its bits, shifted to the fields of an f16, are the number times 2^-8.
@@ -111,6 +111,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     // All elements of a chunk must have the same scale. A chunk of NF4 lies within one block of 64 elements. A chunk of 8-bit codes lies
     // within one row if the length of a row is a multiple of CHUNK.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
+    // The addresses must allow wide stores and a load of all codes of a chunk at once.
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x * BATCH;
@@ -128,7 +129,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         for (int k = 0; k < BATCH; k++) {
             const uint64_t chunk = first + k * blockDim.x;
             if (chunk >= chunks) break;
-            constexpr int PACK = CHUNK < WIDE<T> ? CHUNK : WIDE<T>;
+            constexpr int PACK = CHUNK < WIDE<T> ? CHUNK : WIDE<T>; // The number of elements that one store writes.
 #pragma unroll
             for (int start = 0; start < CHUNK; start += PACK) {
                 Acc<T> values[PACK];

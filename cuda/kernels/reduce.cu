@@ -29,12 +29,12 @@ template <typename F, typename R> __device__ __forceinline__ R join_warp(R value
     return value;
 }
 
-// The threads of a block with the same threadIdx.y reduce one chunk: chunk task % chunks of row task / chunks of x.
+// The threads of a block with the same threadIdx.y reduce one chunk: chunk number `task % chunks` of row number `task / chunks` of x.
 // Launch: blocks of (32, 8) or (256, 1) threads, ceil(outer * chunks / blockDim.y) blocks, no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t chunk, double divisor) {
     using R = Acc<S>;
-    __shared__ R joined[WARP];
+    __shared__ R joined[WARP]; // The result of each warp.
     const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
     const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block. So either all of them return here or none, and
@@ -43,7 +43,8 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
     const S *row = x + task / chunks * n + start;
     R value = F::template neutral<R>();
-    constexpr int N = WIDE<S>;
+    constexpr int N = WIDE<S>; // The number of elements in 16 bytes.
+    // The number of elements that are read 16 bytes at a time; the loop below it reads the others one by one.
     uint64_t done = 0;
     if (is_wide(row)) {
         done = length / N * N;
@@ -64,7 +65,8 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     if (threadIdx.x == 0) y[task] = narrow<D>(Acc<D>(value / R(divisor)));
 }
 
-// The threads of a block with the same threadIdx.x reduce one chunk of one column: chunk task % chunks of x[task / chunks, :, column].
+// The threads of a block with the same threadIdx.x reduce one chunk of one column: chunk number `task % chunks` of
+// x[task / chunks, :, column].
 // Launch: blocks of (32, 8) threads, grid (ceil(inner / 32), min(outer * chunks, 65535)), no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, uint64_t chunk,
@@ -93,6 +95,7 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
 }
 
 // `*_rows_*` takes `inner` only so that both kernels have the same arguments. Its value must be 1; the kernel does not read it.
+// S and D are the types of the dtypes FROM (of x) and TO (of y).
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
     extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, \
                                                          uint64_t chunk, double divisor) {                             \
@@ -161,6 +164,7 @@ __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_
     for (uint64_t start = 0; start < n; start += WARP) {
         const uint64_t i = start + lane;
         Acc<T> sum = i < n ? Acc<T>(widen(x[first + i * inner])) : Acc<T>(0);
+        // After this loop, `sum` of a lane is the sum of the elements of all lanes up to and including this one.
 #pragma unroll
         for (int offset = 1; offset < WARP; offset *= 2) {
             const Acc<T> other = __shfl_up_sync(ALL_LANES, sum, offset);
@@ -172,6 +176,7 @@ __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_
     }
 }
 
+// The kernels `argmax_<dtype>` and `cumsum_<dtype>`.
 #define ALONG(DTYPE, T)                                                                                                \
     extern "C" __global__ void argmax_##DTYPE(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {   \
         follow();                                                                                                      \

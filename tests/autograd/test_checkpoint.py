@@ -1,4 +1,4 @@
-"""Checkpoints around Python functions."""
+"""`tc.checkpoint`: recomputation of Python functions in the backward pass."""
 
 import functools
 
@@ -130,7 +130,7 @@ def test_the_second_run_draws_the_same_dropout_mask():
     x = tc.Var(tc.ones(1000))
     # The backward passes of `exp` and `log` need values that only a second run can compute.
     y = tc.checkpoint(lambda t: F.dropout(t, 0.5).exp().log(), x)
-    tc.randn(10)
+    tc.randn(10)  # The second run must draw the mask again, not the numbers after these.
     state = tc.get_rng_state()
     y.sum().backward()
     assert tc.get_rng_state() == state

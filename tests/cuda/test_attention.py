@@ -1,4 +1,9 @@
-"""The kernels that attention launches on the simulated device."""
+"""The kernels that attention launches on the simulated GPU.
+
+It has compute capability 9.0, as a Hopper GPU, and 132 multiprocessors. The kernels for Hopper are
+for many queries and keys; other kernels are for at most 80 keys; the general kernels are for all
+else.
+"""
 
 from collections import Counter
 from typing import Any
@@ -21,7 +26,7 @@ ATTENTION = """
 
 
 def run_snippet(cuda: Any, code: str, **constants: Any) -> Any:
-    """Run `code` with values in place of the constants' names."""
+    """Run `code` with values in place of the constants' names; no call may be an error."""
     for name, value in constants.items():
         code = code.replace(name, str(value))
     run = cuda.run(code)
@@ -35,14 +40,14 @@ def launches(cuda: Any, part: str, **constants: Any) -> Counter[str]:
     return Counter(name for name in run.after(part).launches if name.startswith("attention"))
 
 
-# Each form of a kernel is for heads of up to that width.
+# The form `w64` of a kernel is for heads of a width of at most 64, `w128` of at most 128.
 @pytest.mark.parametrize(("width", "form"), [(64, "w64"), (40, "w64"), (128, "w128")])
 def test_long_sequences_use_the_hopper_kernels(cuda: Any, width: int, form: str) -> None:
-    """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
     sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 2500}
     forward, backward = (launches(cuda, part, **sizes) for part in ("forward", "backward"))
-    # The 20 heads of the batch have 40 (w64) or 60 (w128) tiles of queries. One block for each tile
-    # would leave most multiprocessors idle, so several blocks share the keys of a tile.
+    # Both samples of the batch have 10 heads. Each head has two (w64) or three (w128) tiles of
+    # queries. One block for each tile would leave most multiprocessors idle. So several blocks
+    # share the keys of a tile, and the kernel `sum` adds up their results.
     assert forward == {f"attention_hopper_{name}_{form}_bf16": 1 for name in ("forward", "sum")}
     assert backward == {
         f"attention_hopper_{name}_{form}_bf16": 1 for name in ("statistics", "backward", "finish")
@@ -58,6 +63,7 @@ def test_few_keys_use_the_kernels_for_few_keys(cuda: Any, width: int) -> None:
     }
 
 
+# The kernels for Hopper need 256 keys, and rows of a multiple of 16 bytes: 44 values have 88 bytes.
 @pytest.mark.parametrize("change", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}], ids=str)
 def test_no_hopper_kernel_runs_forward_if_causal_or_with_few_keys_or_unaligned_widths(
     cuda: Any, change: dict[str, Any]
@@ -68,7 +74,7 @@ def test_no_hopper_kernel_runs_forward_if_causal_or_with_few_keys_or_unaligned_w
 
 
 def test_general_kernels_run_if_the_environment_asks_for_them(cuda: Any) -> None:
-    """The simulated GPU has compute capability 9.0."""
+    # Without the variable, 77 and 2500 keys use the other kernels, as the tests above show.
     code = "    import os\n    os.environ['TRAINABLE_CANDLE_GENERAL_KERNELS'] = '1'\n" + ATTENTION
     for keys in (77, 2500):
         sizes = {"HEADS": 10, "WIDTH": 64, "QUERIES": 300, "KEYS": keys, "CAUSAL": False}
@@ -78,7 +84,8 @@ def test_general_kernels_run_if_the_environment_asks_for_them(cuda: Any) -> None
         assert not {name for name in names if "hopper" in name or "few_keys" in name}
 
 
-# Two segments, of 100 tokens and of the other tokens. The keys and values have 2 heads.
+# Two segments, packed one after another: 100 tokens, then the other tokens. The queries have HEADS
+# heads, the keys and values have 2.
 SEGMENTS = """
     def tokens(heads):
         return tc.Var(tc.randn((TOKENS, heads, WIDTH), dtype="DTYPE", device="cuda"))
@@ -114,11 +121,12 @@ def test_long_segments_use_the_hopper_kernels_and_nothing_waits(
 
 def test_short_segments_use_the_general_kernels(cuda: Any) -> None:
     run = run_snippet(cuda, SEGMENTS, TOKENS=200, WIDTH=64, DTYPE="bf16", HEADS=12)
-    # The first launch computes the spans.
+    # The first launch computes the spans: which keys each query attends to, and the reverse.
     assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
     backward = run.after("backward").launches
-    # Eight tiles of keys would leave multiprocessors idle, so several blocks share the work on a
-    # tile. Each block works on some of the six query heads that share a key head.
+    # The 2 key heads have four tiles of keys each. One block for each tile would leave most
+    # multiprocessors idle, so several blocks share a tile. Each works on some of the six query
+    # heads that share a key head, and `attention_sum_parts` adds up their results.
     assert [name for name in backward if name.startswith("attention")] == [
         "attention_delta_bf16",
         "attention_varlen_backward_w64_bf16",
@@ -127,5 +135,6 @@ def test_short_segments_use_the_general_kernels(cuda: Any) -> None:
 
 
 def test_the_forward_pass_of_wide_heads_in_segments_uses_the_plain_kernel(cuda: Any) -> None:
+    # The tensor-core kernels are for heads of a width of at most 128.
     run = run_snippet(cuda, SEGMENTS, TOKENS=200, WIDTH=160, DTYPE="bf16", HEADS=4)
     assert run.after("forward").launches[1:] == ["attention_varlen_plain_forward_bf16"]

@@ -54,15 +54,15 @@ def write(
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
     for name, (dtype, shape, content) in tensors.items():
-        place = [len(data), len(data) + len(content)]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         data += content
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def golden_in_fp8(form: str) -> tuple[Entries, dict[str, np.ndarray]]:
-    """The golden transformer's tensors in one of the forms, and their values after rounding."""
+    """The tensors of the transformer in `GOLDEN` in one of the forms, and their rounded values."""
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     return in_fp8({name: tensor.to("f32").numpy() for name, tensor in stored.items()}, form)
 
@@ -139,8 +139,9 @@ def load(path: Path) -> FluxTransformer:
 
 
 def test_codes_in_e5m2_are_read(tmp_path: Path) -> None:
-    """E5M2 numbers are the upper halves of f16 numbers."""
+    """An E5M2 number is the upper byte of an f16 number."""
     tensors, expected = golden_in_fp8("plain")
+    # The bits of f16 numbers whose lower byte is 0.
     halves = expected[NAME].astype(np.float16).view(np.uint16) & 0xFF00
     codes = (halves >> 8).astype(np.uint8)
     write(
@@ -151,18 +152,19 @@ def test_codes_in_e5m2_are_read(tmp_path: Path) -> None:
 
 
 def comfy_quant(**format: object) -> Entries:
+    """The tensor that says that the layer `LAYER` has this format."""
     text = json.dumps(format).encode()
     return {f"{LAYER}.comfy_quant": ("U8", (len(text),), text)}
 
 
 def scale(value: float, *dims: int, suffix: str = "weight_scale") -> Entries:
-    """A tensor of the layer `LAYER`, each of whose elements is `value`."""
+    """A tensor of the layer `LAYER` with the shape `dims`, each of whose elements is `value`."""
     values = np.full(dims, value, np.float32)
     return {f"{LAYER}.{suffix}": ("F32", dims, values.tobytes())}
 
 
 # Changed tensors, metadata, and what the error says. The file has the form "header" if there is
-# metadata, else "new".
+# metadata, else "new". The layer's weight is 32 x 32.
 WRONG: list[tuple[Entries, dict[str, str], str]] = [
     # The weights of NVFP4 have two codes in a byte.
     (

@@ -52,7 +52,7 @@ def test_the_inputs_of_a_sample_do_not_depend_on_the_batch_size(
     expected = samples(data, 1, 24)
     assert len(set(expected)) == 24
     for batch_size in (2, 4, 8):
-        tc.randn((batch_size,))
+        tc.randn((batch_size,))  # These draws have no effect on the inputs.
         assert samples(data, batch_size, 24) == expected
     tc.set_rng_state(state)
     assert samples(prepared(digits_base, digits_folder, seed=4), 1, 24) != expected
@@ -196,8 +196,9 @@ def test_a_stream_affects_only_its_thread_and_its_function() -> None:
         tc.checkpoint(lambda x: x * tc.rand(()), tc.Var(1.0)).backward()
         return [before, tc.rand(()).item()]
 
+    # In `draw`, the draws come from the stream with the seed 7.
     first = draw_from(7, draw)
-    # Of these draws, only the other thread's advanced the library's generator.
+    # Of these draws, only the one in the other thread advanced the library's generator.
     assert tc.get_rng_state() == (state[0], state[1] + 1)
     assert draw_from(7, draw) == first
     assert elsewhere[0] != elsewhere[1]
@@ -208,9 +209,11 @@ def test_a_stream_affects_only_its_thread_and_its_function() -> None:
 
 
 def test_streams_depend_on_seed_purpose_and_number() -> None:
+    # The arguments of `generator` are the seed, the purpose and the number.
     assert generator(1, "view", 2).random() == generator(1, "view", 2).random()
     others = [(1, "view", 3), (1, "crop", 2), (2, "view", 2)]
     assert len({generator(*stream).random() for stream in [(1, "view", 2), *others]}) == 4
+    # The arguments: the shape of a sample, the samples' numbers, the seed and the purpose.
     samples_5_and_6 = normal_samples((2, 3), [5, 6], 1, "noise").numpy()
     assert samples_5_and_6.shape == (2, 2, 3)
     np.testing.assert_array_equal(

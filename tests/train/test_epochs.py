@@ -1,4 +1,4 @@
-"""Epochs are counted by steps, and a run saves and draws at the ends of epochs."""
+"""`Epochs` converts steps to epochs, and a run saves and draws at the ends of epochs."""
 
 from pathlib import Path
 
@@ -18,6 +18,7 @@ def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
     # 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
+    # `ends(n)` selects the steps that complete every n-th epoch.
     ends_any = epochs.ends(1)
     assert [step for step in range(1, 6) if ends_any(step)] == [1, 3, 4, 5]
     ends_even = epochs.ends(2)
@@ -62,6 +63,7 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
     lines: list[str] = []
     run = train_adapter(by_epochs, progress=False, report=lines.append)
     epochs = Epochs(ShuffledBatches(images, 4, seed=0).first_batch, 1)
+    # The last step is left out: it saves the final adapter, `digit.safetensors`.
     ends = [step for step in range(1, run.step) if epochs.ends(1)(step)]
     assert len(ends) >= 2
     saved = [int(path.stem.rpartition("step")[2]) for path in step_adapters(run.output, "digit")]

@@ -31,8 +31,8 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// Returns the index in the weight (out_channels, taps, channels / groups) for a channel of the source, a channel of the result and a tap (a, b). `channel` and `result`
-// are counted from the first channel of group `group`.
+// Returns the index in the weight (out_channels, taps, channels / groups) for a channel of the source, a channel of the result and a
+// tap (a, b). `channel` and `result` are counted from the first channel of group `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,
                                                                        int b) {

@@ -65,6 +65,7 @@ class Batch:
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
+    """The size of all images, px."""
     frames: tuple[Frame, ...]
     """For each image, the part of it that the view shows."""
     loss_weights: npt.NDArray[np.float32]
@@ -93,6 +94,7 @@ class Dataset:
         self.seed = seed
         self._summary = summary
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
+        # The views of a crop: the crop itself and, with `flip`, its mirror image.
         self._sides = lru_cache(maxsize=None)(self._make_sides)
 
     def __len__(self) -> int:
@@ -154,7 +156,7 @@ class Dataset:
 
         The images of a bucket keep the order of `items`. Each is cropped at the centre, is not
         mirrored and has unchanged colours. No caption is dropped, and no tag is dropped or moved.
-        The last batch of a bucket may be smaller than `batch_size`, which is at least 1.
+        The last batch of a bucket may be smaller than `batch_size`.
 
         Raises:
             ConfigError: `batch_size` is below 1.
@@ -253,7 +255,10 @@ class Dataset:
         return masks
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Return batch `index`: a random view and caption of each item in `numbers`, by index."""
+        """Return batch `index`: a random view and caption of each of the items.
+
+        `numbers` has the indices of the items. All batches of a run have the same number of items.
+        """
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):
@@ -308,7 +313,7 @@ class Dataset:
         With `flip`, the mirrored view follows.
         """
         item = self.items[number]
-        fit = item.fit
+        fit = item.fit  # how the image is scaled and cropped to its bucket
         if self.options.crop == "random":
             rng = generator(self.seed, "crop", pair(item.seed, crop))
             left, top = fit.corner(rng.random(), rng.random())

@@ -70,19 +70,20 @@ def content_digests(files: Sequence[Path]) -> list[str]:
     memory = user_folder() / MEMORY
     known = _remembered(memory)
     now = time.time_ns()
-    before = [_state(file) for file in files]
+    states = [_state(file) for file in files]  # before the files are read
     names = [os.path.realpath(file) for file in files]
     found: dict[str, str] = {}
-    for name, state in zip(names, before, strict=True):
+    for name, state in zip(names, states, strict=True):
         entry = known.get(name)  # The state of the file, followed by its hash.
         if isinstance(entry, list) and entry[:-1] == state and isinstance(entry[-1], str):
             found[name] = entry[-1]
-    sizes = {name: state[0] for name, state in zip(names, before, strict=True) if name not in found}
+    # The sizes of the files to hash; `state[0]` is the size.
+    sizes = {name: state[0] for name, state in zip(names, states, strict=True) if name not in found}
     if sizes:
         found.update(_hashed(sizes))
         fresh = {
             name: [*state, found[name]]
-            for name, file, state in zip(names, files, before, strict=True)
+            for name, file, state in zip(names, files, states, strict=True)
             # Do not remember the hash of a file that changed while it was read, or less than
             # `SETTLED` ago: another change could give it the same timestamps. `state[1:3]` are
             # the file's mtime and ctime.

@@ -1,4 +1,7 @@
-"""Entries of a cache in memory and in files: encoded in groups, read one by one."""
+"""Entries of a cache of encoded images or texts, in memory, in files, or both.
+
+They are encoded in groups and read one by one.
+"""
 
 from __future__ import annotations
 
@@ -101,10 +104,10 @@ class Entries:
         """
         writer = BackgroundWriter("cache", PENDING)
         try:
-            for group, values in zip(groups, inputs, strict=True):
+            for tasks, values in zip(groups, inputs, strict=True):
                 encoded = encode(values)
-                writer.submit(partial(self._add, list(map(entry, group)), encoded))
-                done(len(group))
+                writer.submit(partial(self._add, list(map(entry, tasks)), encoded))
+                done(len(tasks))
         except BaseException:
             # Finish writing earlier entries; raise this error even if writing fails.
             with suppress(Exception):
@@ -181,11 +184,19 @@ class Entries:
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Do what `FeatureStore.remove_superseded` does; without files, only return 0."""
+        """Remove the files of entries whose source has changed since, and damaged files.
+
+        Args:
+            needed: the keys of entries that are kept without a check.
+            digests: the digest of the current content of each source file, by the file's path.
+
+        Returns:
+            The number of removed files; 0 if entries have no files.
+        """
         return 0 if self._store is None else self._store.remove_superseded(needed, digests)
 
     def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep an entry in memory, unless it has a file and exceeds the limits."""
+        """Keep an entry in memory, unless it has a file and memory would exceed `MEMORY_LIMIT`."""
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         if self._store is None or self._bytes + size <= MEMORY_LIMIT:
             device = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"

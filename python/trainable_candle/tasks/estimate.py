@@ -167,6 +167,7 @@ def adapter_items(
         adapter: which layers get adapters, and of which ranks.
         config: the settings.
     """
+    # The number of the adapters' elements, and the bytes of the optimizer's states.
     count, states = adapter.plan(dict(layers), config.optimizer)
     parameters = ITEM_BYTES[str(adapter.dtype)] * count
     needs_copies = config.precision != adapter.dtype
@@ -212,12 +213,13 @@ def trained_model(
     """
     itemsize = ITEM_BYTES[config.precision]
     layers: Mapping[str, Shape] = facts.layers
+    # With `w8a8`, linear layers multiply 8-bit codes, and some models quantize fewer layers.
     with multiplying_codes(config):
         loaded = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
     weights = Item(component, "weights", loaded)
     adapters = adapter_items(component, layers, adapter, config)
-    # With PiSSA, a layer subtracts the adapter's initial values, its start. It computes the adapter
-    # and the start as one adapter of twice the rank.
+    # With PiSSA, a layer subtracts the product of the adapter's initial factors, the start. It
+    # computes the adapter and the start as one adapter of twice the rank.
     computed = doubled(adapter) if config.init == PISSA else adapter
     widest = facts.widest_gradient(adapter, **sizes) * config.batch_size * itemsize
     items = [
@@ -231,8 +233,9 @@ def trained_model(
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
+    # `decoded` is the number of quantized weights.
     if work.decoded and not config.w8a8:
-        # A product dequantizes the weight of its layer, unless it multiplies the codes.
+        # A product dequantizes the weight of its layer, unless it multiplies the codes (`w8a8`).
         matrices = [shape for shape in layers.values() if len(shape) == 2]
         largest = max(map(math.prod, matrices), default=0) * itemsize
         items.append(Item(component, "dequantized weight", largest))
@@ -245,16 +248,18 @@ def trained_model(
             host += original
         else:
             originals = Item(component, "original weights", original)
-            early_phases["starting the adapter"] = [weights, adapters[0], originals]
+            adapter_item, *_ = adapters  # There are no gradients and optimizer states yet.
+            early_phases["starting the adapter"] = [weights, adapter_item, originals]
     return Trained(items, work, early_phases, host if config.on_gpu else 0)
 
 
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
     """Return the memory that PiSSA takes in addition to the trained adapter.
 
-    Adapter files get an adapter of twice the rank, `computed`, whose values and gradients are in
-    f32. In the precision of the computation there are the frozen start, which has the rank of the
-    trained adapter, and the factors of each layer joined with those of the start.
+    The model also holds the adapter that is saved to files: it has twice the rank, as `computed`,
+    and its values and gradients are in f32. In the precision of the computation there are the
+    frozen start, which has the rank of the trained adapter, and the factors of each layer joined
+    with those of the start.
     """
     count, _ = computed.plan(dict(facts.layers), config.optimizer)
     start, joined = count // 2, count
@@ -274,9 +279,10 @@ def activations(
 
     `blocks` is as for `PartFacts.saved_values`; the other arguments are those of `trained_model`.
     """
-    # On the CPU nothing is offloaded, because the offloaded tensors would stay in the same memory.
+    # On the CPU, `offload` is the same as `full`: offloaded tensors would stay in the same memory.
     policy = config.checkpointing if config.on_gpu or not config.recomputes_all else "full"
-    values = facts.saved_values(adapter, policy, blocks=blocks, **sizes)[0] * config.batch_size
+    on_device, _on_host = facts.saved_values(adapter, policy, blocks=blocks, **sizes)
+    values = on_device * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
 
 
@@ -284,16 +290,16 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
     """Return the memory of the rounded weights of adapted layers in quantization-aware training.
 
     The tape keeps each rounded weight in the precision of the computation. For int4 and for learned
-    scales, the tape also keeps it in f32. Of the blocks under full checkpointing, the tape keeps
-    only the rounded weights of one block at a time. In addition, one layer at a time has three f32
-    tensors: its weight, the sum of weight and adapter, and the gradient.
+    scales, the tape also keeps it in f32. Of the blocks that checkpointing recomputes, the tape
+    keeps only the rounded weights of one block at a time. In addition, one layer at a time has
+    three f32 tensors: its weight, the sum of weight and adapter, and the gradient.
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
     elements = sum(counts)
     if config.recomputes_all:
         all_blocks = facts.blocks_to_checkpoint
-        recomputed = config.checkpoint_blocks or all_blocks
+        recomputed = config.checkpoint_blocks or all_blocks  # a number of blocks
         # The weights of the blocks that are not recomputed, and those of one recomputed block.
         not_recomputed = elements * (all_blocks - recomputed) // max(1, all_blocks)
         elements = not_recomputed + elements // max(1, facts.blocks)

@@ -38,6 +38,7 @@ pub(crate) fn ask() -> Result<()> {
 /// Calls the check in a loop of many steps, with at least 100 ms between two calls.
 pub struct Interrupt {
     check: Option<Check>,
+    /// The number of steps so far.
     steps: u32,
     /// When the loop last called the check; before its first call, when it first read the clock.
     last: Option<Instant>,

@@ -72,6 +72,8 @@ impl Facts {
         let denoiser = self.parts.values().find(is_denoiser)?;
         let pipeline = denoiser.place?.pipeline;
         match denoiser.config().get("sample_size").and_then(Value::as_u64) {
+            // `sample_size` counts elements of the denoiser's input. Without an autoencoder, the pipeline says how many
+            // pixels an element has along one side.
             Some(side) => Some(side as usize * self.factor().unwrap_or(pipeline.pixels)),
             None => pipeline.base.as_ref().map(|base| base.resolution),
         }
@@ -94,14 +96,15 @@ impl PartFacts {
     /// The facts of the model in `files`. Reads no weights.
     fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
         let path = files.path().to_path_buf();
+        // The model with the shapes of its parameters, but without values.
         let model = (kind.shapes)(&(kind.config)(files)?)?;
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
         let layout = model.layout(files.original(), Some(&weights));
         // The possible keys of a parameter in the file. Values stay quantized only in forms that keep whole rows.
         let keys_of = |name: &str| {
-            let places = layout.keys(name).into_iter().filter(|place| place.form.keeps_rows());
-            places.map(|place| format!("{prefix}{}", place.key)).collect::<Vec<_>>()
+            let candidates = layout.keys(name).into_iter().filter(|candidate| candidate.form.keeps_rows());
+            candidates.map(|candidate| format!("{prefix}{}", candidate.key)).collect::<Vec<_>>()
         };
         let block_format = |(name, _): (String, Weight)| {
             let format = keys_of(&name).iter().find_map(|key| weights.block_format(key))?;
@@ -112,6 +115,7 @@ impl PartFacts {
         let layers = matrices.map(|(layer, _)| layer).filter(|layer| kind.quantizable.has(layer));
         let layer_keys: Vec<Vec<String>> = layers.map(|layer| keys_of(&format!("{layer}.weight"))).collect();
         let mut formats = layer_keys.iter().map(|keys| keys.iter().find_map(|key| weights.format(key)));
+        // The format of the first layer, if all other layers have the same format.
         let code_format = formats.next().flatten().filter(|&first| formats.all(|format| format == Some(first)));
         let has_plain_scales = layer_keys.iter().flatten().any(|key| weights.has_plain_scales(key));
         let dtype = weights.common_dtype(prefix);
@@ -168,6 +172,7 @@ impl PartFacts {
         let format_of = |name: &str| {
             let layer = name.strip_suffix(".weight")?;
             let is_known = layers.contains_key(layer) || quantizable.rows.contains(&layer);
+            // None for a layer that is not quantized; `Some(None)` for one that keeps its block format, if it has one.
             let wanted = quantization.of(layer).filter(|_| is_known)?;
             wanted.or_else(|| self.block_formats.get(name).copied())
         };
@@ -178,6 +183,7 @@ impl PartFacts {
                     Format::bytes_with_plain_scales(rows, columns)
                 }
                 (&[rows, columns], Some(format)) => {
+                    // Some layers that multiply codes also keep them transposed, but never if weights are streamed.
                     let transposed = quantization.transposes() && stream.is_none();
                     format.bytes(rows, columns) + if transposed { transposed_bytes(rows, columns) } else { 0 }
                 }

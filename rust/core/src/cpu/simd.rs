@@ -1,4 +1,4 @@
-//! Run-time SIMD dispatch and the arithmetic that kernels are generic over.
+//! Run-time SIMD dispatch on the CPU, and [`Real`]: the types of numbers (f32, f64) that CPU kernels are generic over.
 
 use std::fmt::Debug;
 use std::iter::Sum;
@@ -13,7 +13,8 @@ use super::lane::Lane;
 ///
 /// `f` is an ordinary loop over slices that the compiler vectorises. It must be written
 /// `dispatch(#[inline(always)] || ...)`, and every function that it calls must be `#[inline(always)]` too, because a
-/// function that is not inlined is compiled for the baseline. `f` must not start threads.
+/// function that is not inlined is compiled for the baseline. `f` must not start threads, whose code is not inlined
+/// either.
 #[inline(always)]
 pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     arch().dispatch(f)
@@ -101,6 +102,7 @@ pub trait Real:
     fn is_nan(self) -> bool;
 }
 
+/// Implements [`Real`] for the type `$t`. The paths are the functions that differ between f32 and f64.
 macro_rules! real {
     ($t:ident, $exp:path, $ln:path, $tanh:path, $normal_cdf:path, $sigmoid:path) => {
         impl Real for $t {
@@ -197,6 +199,7 @@ mod tests {
 
     #[test]
     fn dispatch_gives_the_same_results_as_a_plain_loop() {
+        // The length is no multiple of a register's number of lanes.
         let x: Vec<f32> = (0..1003).map(|i| i as f32 * 0.01 - 5.0).collect();
         let expected: Vec<f32> = x.iter().map(|&x| Real::normal_cdf(x)).collect();
         let mut dispatched = vec![0.0f32; x.len()];

@@ -30,7 +30,9 @@ impl CausalLM {
         let mut growing: Vec<(usize, &mut Text)> = Vec::new();
         for (text, tokens) in cache.texts.iter_mut().zip(new).filter(|(_, tokens)| !tokens.is_empty()) {
             text.tokens.extend_from_slice(tokens);
+            // Identifies the rotary frequencies, which may depend on the length of the text.
             let stage = rope.stage(text.tokens.len());
+            // The keys and values are of use only if they are those of all tokens except one, with these frequencies.
             // `processed` is also 0 after an error, which may leave the keys and values of some layers.
             if text.stage != stage || text.processed == 0 || text.processed + 1 != text.tokens.len() {
                 text.forget();
@@ -118,9 +120,10 @@ impl CausalLM {
         let config = self.config();
         let kv_heads = config.num_key_value_heads;
         // The number of query heads that share a key head.
-        let group = config.num_attention_heads / kv_heads;
+        let heads_per_key_head = config.num_attention_heads / kv_heads;
         for (index, layer) in self.layers().iter().enumerate() {
             let window = config.windows[index];
+            // Of all packed tokens: (tokens, heads, width of a head).
             let [q, k, v] = layer.project(&x, [&cos, &sin])?;
             let width = q.dims()[2];
             // The result of attention for each text.
@@ -132,12 +135,12 @@ impl CausalLM {
                 let layer_cache = &mut text.layers[index];
                 layer_cache.append(&k.narrow(0, end - count, count)?, &v.narrow(0, end - count, count)?)?;
                 if !are_uncached {
-                    // The new token's queries of a group of heads attend to the same keys. So they are the query rows
-                    // of one attention for each key head.
+                    // The new token's queries of the heads that share a key head attend to the same keys. So they are
+                    // the query rows of one attention for each key head.
                     let [keys, values] = layer_cache.attended()?;
-                    let queries = q.narrow(0, end - 1, 1)?.reshape((kv_heads, group, width))?;
+                    let queries = q.narrow(0, end - 1, 1)?.reshape((kv_heads, heads_per_key_head, width))?;
                     let part = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;
-                    parts.push(part.reshape((1, kv_heads * group, width))?);
+                    parts.push(part.reshape((1, kv_heads * heads_per_key_head, width))?);
                 }
             }
             // The result of attention for all tokens of the pass: (tokens, query heads, width).

@@ -19,12 +19,12 @@ pub(super) struct StoredWeights {
 }
 
 impl StoredWeights {
-    /// The key of the tensor that holds the parameter `name`, and the form of the tensor. None if there is no such
-    /// tensor.
+    /// The key of the tensor that holds the parameter `name`, and the form in which the tensor holds it, for example as
+    /// some of its rows. None if there is no such tensor.
     fn find(&self, name: &str) -> Option<(String, Form)> {
-        self.layout.keys(name).into_iter().find_map(|place| {
-            let key = format!("{}{}", self.layout.prefix(), place.key);
-            self.files.shape(&key).is_some().then_some((key, place.form))
+        self.layout.keys(name).into_iter().find_map(|candidate| {
+            let key = format!("{}{}", self.layout.prefix(), candidate.key);
+            self.files.shape(&key).is_some().then_some((key, candidate.form))
         })
     }
 }
@@ -51,6 +51,7 @@ impl Stored for StoredWeights {
     }
 
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String> {
+        // `taken` has the names of the parameters that the model has read.
         let known: BTreeSet<String> = taken.iter().filter_map(|name| Some(self.find(name)?.0)).collect();
         let prefix = self.layout.prefix();
         self.files
@@ -69,6 +70,7 @@ impl StoredWeights {
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
+            // A block of ggml lies within one row, so only whole rows can be separated from the others.
             if !form.keeps_rows() || format.is_some_and(|format| format != Format::Ggml(stored)) {
                 return Ok(None);
             }

@@ -64,6 +64,7 @@ impl Configuration for QwenImageConfig {
             )));
         }
         let mut fields = Fields::new(QwenImageTransformer::CLASS_NAME, map);
+        // These fields may have no other value.
         fields.only(&[("patch_size", json!(PATCH)), ("guidance_embeds", json!(false))])?;
         let standard = Self::default();
         let axes =

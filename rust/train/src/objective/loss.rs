@@ -74,6 +74,7 @@ pub(crate) fn weighted_loss(
             let factor = if function == LossFunction::Huber { delta.sqr()? } else { delta.clone() };
             examples = Some(examples.map_or(Ok(factor.clone()), |examples| examples.mul(&factor))?);
         }
+        // These losses have no δ.
         (LossFunction::Mse | LossFunction::L1, Delta::PerExample(_)) => {}
     }
     let loss = |reduction| match function {
@@ -85,6 +86,7 @@ pub(crate) fn weighted_loss(
     let Some(weight) = element_weights(&prediction, examples.as_ref(), weights.positions)? else {
         return loss(Reduction::Mean);
     };
+    // The mean as a sum: each element counts by its share, 1 / number of elements.
     let share = 1.0 / prediction.elem_count() as f64;
     loss(Reduction::None)?.mul(&weight.mul_scalar(share)?)?.sum_all()
 }

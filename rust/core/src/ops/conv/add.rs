@@ -13,8 +13,9 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static CONV2D_ADD: OpInfo = OpInfo::expensive("conv2d_add");
 
-/// Adds `addend (B, OH, OW, O)` or `(B, 1, 1, O)` to [`conv2d`] of `x (B, H, W, C)`. This is one operation only on a
-/// GPU, and only if weight and bias need no gradient. Otherwise the function calls `conv2d`, then adds.
+/// Adds `addend`, of the result's shape (B, OH, OW, O) or with one vector for each image (B, 1, 1, O), to [`conv2d`] of
+/// `x (B, H, W, C)`. O is the number of output channels. This is one operation on the tape only on a GPU, and only if
+/// weight and bias need no gradient. Otherwise the function calls `conv2d`, then adds.
 ///
 /// # Errors
 /// As [`conv2d`]; also [`Error::Shape`] if the addend has neither of these shapes, [`Error::DType`] if it does not have
@@ -53,6 +54,7 @@ pub fn conv2d_add(
                 cpu => compute::binary(&cpu::forward(&geometry, x, weight, bias)?, addend, Add),
             )
         },
+        // In `needs` here and below, input 0 is `x` and input 1 is `addend`.
         |saver, _| Conv2dAddBackward {
             weight: saver.needs(0).then(|| saver.hold(weight)),
             geometry,
@@ -72,6 +74,7 @@ impl Backward for Conv2dAddBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         if context.needs(1) {
+            // If the addend has one vector for each image, its gradient is the sum over the image's pixels.
             context.add(1, reduced(grad.clone(), &self.addend_dims)?)?;
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {

@@ -67,7 +67,8 @@ fn choose(kind: Codes, rows: usize, parts: &[CodePart], most_clusters: usize) ->
     }
 }
 
-/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the first `count` parts. An element of y is
+/// Writes x Wᵀ plus the addends to `y`, where x and W are matrices of codes and W consists of the rows of the first
+/// `count` parts. An element of y is
 /// the sum of products of codes, times the scales of its row and column, plus the bias, rounded; then the residual is
 /// added. Returns false if the device or the dtype is not supported, or if cuBLASLt is expected to be faster.
 pub(super) fn product(
@@ -87,6 +88,8 @@ pub(super) fn product(
     let Some(tile) = choose(kind, x.rows, list, most_clusters) else { return Ok(false) };
     let encoder = Encoder::new(OP, DType::U8)?;
     let inner = x.columns as u64;
+    // A tensor map describes a matrix of codes to the copy engine, which copies a box of rows and columns at a time.
+    // `boxes` takes three dimensions, so the second of them has the size 1.
     let map = |at: Address, rows: u64, box_rows: usize| {
         encoder.boxes(at, [inner, 1, rows], [STEP as u32, 1, box_rows as u32])
     };
@@ -109,7 +112,7 @@ pub(super) fn product(
         stride: count32(OP, y.dims()[1])?,
         count: count32(OP, count)?,
     };
-    // Two warpgroups multiply, and one copies.
+    // Three warpgroups of 128 threads: two multiply, and one copies.
     let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [3 * 128, 1, 1], shared: tile.shared_bytes() };
     let name = match kind {
         Codes::Int8 => "product_of_codes_int8",
