@@ -38,6 +38,7 @@ def stubs(library: str) -> str:
     loader.exec_module(core)
     kinds = core.optimizer_kinds()
     parts = [HEADER, f"__all__ = {[name for name, *_ in kinds]!r}"]
+    # The first `positional` hyper-parameters of `defaults` may be passed by position.
     for name, doc, positional, defaults in kinds:
         body = "\n".join(f"    {line}".rstrip() for line in doc.splitlines())
         arguments = [
@@ -49,6 +50,7 @@ def stubs(library: str) -> str:
             if index == positional:
                 arguments.append("*")
             arguments.append(f"{field}: {type_of(default)} = {text_of(default)}")
+        # The arguments that all optimizers have are passed by name only.
         if len(defaults) == positional:
             arguments.append("*")
         arguments.append("stochastic_rounding: bool = False")

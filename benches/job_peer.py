@@ -3,9 +3,9 @@
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
 FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and its subfolder
-`pictures` the images. SDXL is loaded as a pipeline. The other pipelines lack files of tokenizers.
-Each of their parts is loaded separately, their text encoders get random tokens (77 for CLIP, 512
-for each other encoder), and images are drawn from random features.
+`pictures` the images. The folder of SDXL is a complete pipeline. Those of the other models lack the
+files of tokenizers. So each of their parts is loaded separately, their text encoders get random
+tokens (77 for CLIP, 512 for each other encoder), and images are drawn from random features.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def draw(given: argparse.Namespace, pipeline: Any, **inputs: Any) -> None:
 
 
 def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str]) -> None:
-    """Merge our adapter and save the result, then save a new adapter of peft.
+    """Merge the adapter of this library and save the result, then save a new adapter of peft.
 
     Args:
         given: the options.
@@ -111,6 +111,7 @@ def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str])
         part: the name of the denoiser in the pipeline.
         layers: the layers of the new adapter.
     """
+    # The adapter that `gpu_job.py` has trained in its phase `cold`.
     adapter = given.folder / "cold" / "adapter.safetensors"
     denoiser = getattr(pipeline, part)
     if adapter.exists():
@@ -119,7 +120,7 @@ def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str])
             pipeline.load_lora_weights(str(adapter))
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
-            # Our `merge` copies the other parts, too.
+            # This library's command `merge` copies the other parts, too.
             output = given.folder / "peer-merged"
             denoiser.save_pretrained(output / part)
             for other in (given.folder / given.model).iterdir():
@@ -171,6 +172,7 @@ def flow(given: argparse.Namespace) -> None:
     def encode() -> None:
         for _ in image_paths(given):
             for name, encoder in encoders.items():
+                # Every encoder's vocabulary has these ids.
                 ids = torch.randint(3, 250, (1, tokens(name)), device=given.device)
                 if hasattr(encoder, "lm_head"):  # only the hidden states are needed
                     encoder.model(ids, output_hidden_states=True)
@@ -189,7 +191,7 @@ def flow(given: argparse.Namespace) -> None:
     pipeline_class = getattr(diffusers, class_name)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
     parts = {"scheduler": scheduler, "vae": vae, "transformer": transformer}
-    # Tokenizers and text encoders: the features of prompts replace them.
+    # The pipeline's tokenizers and text encoders are None: the features of prompts replace them.
     missing = [
         part
         for part, parameter in inspect.signature(pipeline_class.__init__).parameters.items()
@@ -235,6 +237,7 @@ def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) 
         )
         mask = lambda: torch.ones((1, OTHER_TOKENS), device=device, dtype=mask_dtype)  # noqa: E731
         return pair("prompt_embeds", lambda: random(1, OTHER_TOKENS, width)) | pair(mask_name, mask)
+    # Flux.1, whose first text encoder is CLIP.
     pooled = random(1, encoders["text_encoder"].projection_dim)
     return {"prompt_embeds": random(1, OTHER_TOKENS, width), "pooled_prompt_embeds": pooled}
 

@@ -9,6 +9,7 @@ import pytest
 
 import trainable_candle as tc
 
+# With these arguments, every optimizer has states, and 8-bit optimizers store all states as codes.
 from .test_host_states import EXTRA_ARGUMENTS
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,9 @@ class Run:
     """Trains two LoRA factors and a vector.
 
     `kind` names the optimizer. `storage` is the dtype of the variables; "rounded" is bf16 with
-    stochastic rounding. `states` says where the optimizer's states are: "device" or "host".
+    stochastic rounding. `states` says where the optimizer's states are: "device" or "host". If
+    `captured`, the steps run as a CUDA graph. All runs of a kind and a storage start with the same
+    variables and random numbers.
     """
 
     def __init__(self, kind: str, storage: str, states: str, *, captured: bool) -> None:
@@ -46,6 +49,7 @@ class Run:
         hidden = (x @ down.transpose(0, 1)) @ up.transpose(0, 1)
         loss = (hidden.to("f32") ** 2).mean() + (scale.to("f32") ** 2).mean()
         loss.backward()
+        # Clips the gradients' norm to 0.5; takes the step only if the norm is finite.
         self.optimizer.step(if_finite=tc.optim.clip_grad_norm_(self.vars, 0.5))
         self.optimizer.zero_grad()
         return loss
@@ -99,7 +103,9 @@ def test_states_on_the_host_have_the_bits_of_those_on_the_gpu(
 
 
 def test_averages_with_states_on_the_host_have_the_bits_of_those_with_states_on_the_gpu() -> None:
-    runs = [Run("adamwschedulefree", "f32", place, captured=False) for place in ("device", "host")]
+    # This optimizer averages the variables; the averages are computed from its states.
+    kind = "adamwschedulefree"
+    runs = [Run(kind, "f32", states, captured=False) for states in ("device", "host")]
     expected, found = runs
     for run in runs:
         run.take_steps(0, 4)
@@ -113,16 +119,16 @@ def test_averages_with_states_on_the_host_have_the_bits_of_those_with_states_on_
 
 def test_states_on_the_host_take_no_gpu_memory() -> None:
     growth = []
-    for place in ("device", "host"):
+    for states in ("device", "host"):
         var = tc.Var(tc.zeros(1 << 22, device="cuda"))
         var.grad = tc.ones(1 << 22, device="cuda")
         tc.cuda.synchronize()
         before = tc.cuda.memory_stats()["allocated"]
-        optimizer = tc.optim.AdamW([var], lr=0.1, states=place)
+        optimizer = tc.optim.AdamW([var], lr=0.1, states=states)
         optimizer.step()
         growth.append(tc.cuda.memory_stats()["allocated"] - before)
         assert optimizer.state_bytes == 8 << 22  # two f32 moments of each value
         del optimizer, var
     on_device, on_host = growth
     assert on_device - on_host >= 8 << 22
-    assert on_host < 1 << 20
+    assert on_host < 1 << 20  # some small buffers

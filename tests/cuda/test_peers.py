@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+# FLUX is the folder of a small Flux, and COUNT the number of its blocks, all of which are streamed.
 from .test_streaming import COUNT, FLUX
 
 # The start of the program that both processes run. Each process uses its own device; the processes
-# exchange messages on the CPU.
+# exchange messages on the CPU. `mark` writes a line to the log of calls; `run.after(name)` has the
+# calls from this line to the next mark.
 CHILD = f"""
 import gc
 import os
@@ -92,7 +94,11 @@ START = """
 
 
 def run_two_processes(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
-    """Run CHILD and `code` in two processes on two devices. One log has the calls of both."""
+    """Run CHILD and `code` in two processes on two devices. One log has the calls of both.
+
+    `settings` configure the simulated driver. PEERS is the link between the devices: "nvlink" (the
+    default), "bus" or "none". The driver logs a call with wrong arguments as "refused".
+    """
     path = folder / "child.py"
     path.write_text(CHILD + code)
     start = START.replace("PATH", repr(str(path)))
@@ -169,9 +175,9 @@ mark("end")
     )
     assert run.of("refused") == []
     assert {end["valid"] for end in run.of("capture-end")} == {"1"}
-    for call in (3, 4):  # the last two calls
+    for call in (3, 4):  # by then, the step is recorded
         replays = run.after(f"call-{call}").of("replay")
-        assert len(replays) == 2
+        assert len(replays) == 2  # one for each process
         # A step copies the modulation of each block once and the weights of each block twice, but
         # the backward pass finds two blocks in place. Each copy has two slices.
         assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
@@ -195,7 +201,7 @@ expected = tc.load_file(f"{folder}/transformer/{file}")
 assert found.keys() == expected.keys()
 # All other tensors come from kernels, which do not compute here, so they are not compared.
 streamed = [name for name in found if "_blocks." in name and len(found[name].shape) == 2]
-assert len(streamed) > 5 * COUNT
+assert len(streamed) > 5 * COUNT  # every block has more than five matrices
 for name in streamed:
     values = expected[name]
     rounded = values.to("bf16").to("f32").numpy()
@@ -218,6 +224,7 @@ mark("end")
     assert sorted(call["device"] for call in run.of("ipc-open")) == ["0", "0", "1", "1"]
     assert len(run.after("dropped").of("ipc-close")) == 4
     assert len(run.after("dropped").of("free")) == 4
+    # The slices of both processes.
     exported = sum(int(call["bytes"]) for call in run.of("ipc-export"))
     for line in filter(None, run.output.splitlines()):
         model_bytes, streamed = map(int, line.split())
@@ -243,10 +250,11 @@ for work in (lambda: slowest_link(group, device), lambda: load(peers=True)):
     )
     lines = run.output.splitlines()
     link_errors = [line for line in lines if "leave out --stream-from peers" in line]
-    assert len(link_errors) == 2
+    assert len(link_errors) == 2  # of `slowest_link`, in both processes
     assert all(
         "the GPU at 0000:10:00.0 cannot read the memory of the one at" in e for e in link_errors
     )
+    # The errors of `load`: that of rank 0 also names the devices.
     assert any(
         "0: stream_blocks: GPU 0 of this machine cannot read the memory of GPU 1" in line
         for line in lines

@@ -1,4 +1,8 @@
-"""Chats become the same texts, token ids and masks as with transformers; errors about rows."""
+"""Chats become the same texts, token ids and masks as with transformers; errors about rows.
+
+In `Tokens`, `learnt` is the mask of the tokens to learn, `stops` has the indices of the tokens that
+end an answer, and `answers` is the number of answers to learn, also if truncation removes them.
+"""
 
 import gzip
 import json
@@ -56,13 +60,13 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     expected = list(case["mask"])
     # In the template `tagged`, the `generation` block also has the line break after the stop token.
     # This library does not train on this line break.
-    for place in tokens.stops:
+    for index in tokens.stops:
         if case["template"] == "tagged":
-            expected[place + 1] = 0
+            expected[index + 1] = 0
     assert tokens.learnt.astype(int).tolist() == expected
     answers = sum(message["role"] == "assistant" for message in chat.messages)
     assert tokens.answers == answers == len(tokens.stops)
-    stop_tokens = {tokenizer.token(int(tokens.ids[place])) for place in tokens.stops}
+    stop_tokens = {tokenizer.token(int(tokens.ids[index])) for index in tokens.stops}
     assert stop_tokens == {"<|eot_id|>" if case["template"] == "llama3" else "<|im_end|>"}
 
 

@@ -45,12 +45,14 @@ def test_validation_on_two_processes_has_the_results_of_one(tmp_path: Path, obje
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--dataset", str(dataset), "--validation-split", "0.5", "--validate-every", "1"]
     objective_flags = [] if objective == "sft" else ["--objective", "dpo"]
+    # Two processes with a batch each take the same steps as one that accumulates two batches.
     one = validations(tmp_path / "one", *common, *objective_flags, "--gradient-accumulation", "2")
     two = validations(tmp_path / "two", *common, *objective_flags, "--gpus", "2")
+    # Validation runs before training and after each of the two steps.
     assert list(one) == list(two) == [0, 1, 2]
     # Before the first update, the results are the same in every bit.
     assert two[0] == one[0]
-    assert one[0].keys() > {"validation_loss"}
+    assert one[0].keys() > {"validation_loss"}  # there are other results, too
     for step in (1, 2):
         # A margin is a small difference of f32 log-probabilities, so its relative error is large;
         # `abs` allows for this error.

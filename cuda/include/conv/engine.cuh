@@ -6,13 +6,14 @@
 
 // The tensor maps of a convolution; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient
 // of the weight, the gradient of the output. `windows[0]` maps the input. For the gradient of the input, however,
-// `windows[phase]` maps the gradient of the output, for each phase of the stride. Passed by value.
+// `windows[phase]` maps the gradient of the output, for each phase of the stride (at most 4). Passed by value.
 struct Conv2dMaps {
     TensorMap dense, windows[4];
 };
 
-// Starts to copy from consecutive windows, as many as the map says. Of each window, it copies the pixel at one kernel tap: 64
-// channels from `channel` on. In the first window, (image, y, x) is the pixel with the lowest coordinates, and the tap's
+// Starts to copy pixels from consecutive windows of the kernel, as many as the map says, to shared memory at `to`. Of each window,
+// it copies the pixel at one kernel tap: 64 channels from `channel` on. `barrier` is the address of an mbarrier in shared memory,
+// which counts the copied bytes. In the first window, (image, y, x) is the pixel with the lowest coordinates, and the tap's
 // pixel has the coordinates (y + offset_y, x + offset_x). With BOTH, the engine copies into both blocks of the cluster (the
 // mask 3), and the barrier of each block counts the bytes.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,

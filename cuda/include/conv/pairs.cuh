@@ -14,8 +14,9 @@ struct Pair {
 };
 
 // Writes each row of `channels` numbers as a row of three parts, each of `padded` numbers. Part LOW (0 to 2) has the lo of the
-// row's numbers, the other two parts have their hi. In each part, the numbers after the first `channels` are 0. `padded` must
-// be `channels`, rounded up to a multiple of 8.
+// row's numbers, the other two parts have their hi. So the scalar product of a row with LOW = 2 and a row with LOW = 1 is the sum of
+// hi * hi, hi * lo and lo * hi, which leaves out only lo * lo. In each part, the numbers after the first `channels` are 0. `padded` must
+// be `channels`, rounded up to a multiple of 8. `to` is a multiple of 16 bytes.
 template <int LOW> __device__ __forceinline__ void
 write_pairs(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {
     constexpr int GROUP = 8;

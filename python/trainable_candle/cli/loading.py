@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
-    """Add the flags that `load_model` reads; `precision` is the help text of `--precision`."""
+    """Add the flags for `load_model`, whose caller makes `dtype` from the flag `--precision`.
+
+    Args:
+        group: the group of flags to which these are added.
+        precision: the help text of `--precision`.
+    """
     group.add_argument(
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
@@ -54,6 +59,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         choices=(SAME, *FORMATS),
         help=f"format of the model's linear layers: {', '.join(FORMATS)}",
     )
+    # A synonym of --precision.
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 
@@ -113,7 +119,7 @@ def load_model(
         where = f"--model {given['model']}, whose weights are all in --weights"
         reject(given, ("text_encoder", "vae"), where)
 
-    # Only `merge` has the flags --resolution, --max-side and --to.
+    # Only the command `merge` has the flags --resolution, --max-side and --to.
     config = TrainConfig(
         text_encoder=given.get("text_encoder", []),
         vae=given.get("vae"),
@@ -129,6 +135,7 @@ def load_model(
         scales = scales_of(given, len(adapters))
         base_format = config.base_format or stored_format(task)
         for path in adapters:
+            # `merge --to` names the format to which the merged weights are quantized.
             for note in notes(path, base_format, given.get("to")):
                 tell(note)
         if len(adapters) == 1:

@@ -58,7 +58,7 @@ class Colors:
         if opacity is not None:
             alpha = opacity.astype(np.float32) / _WHITE
             # Undo the blending with white. Fully transparent pixels have no colour of their own,
-            # and stay white.
+            # and stay white. The maximum avoids a division by their opacity, 0.
             _stretch(planes, _WHITE, 1 / np.maximum(alpha, 1 / _WHITE))
         if self.brightness != 1:
             _stretch(planes, np.float32(0), np.float32(self.brightness))
@@ -90,6 +90,7 @@ def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> 
     """
     if not options.varies:
         return None
+    # `pair` packs both numbers into one, which selects the generator's random numbers.
     offsets = generator(seed, "color", pair(image, variant)).uniform(-1, 1, 4).tolist()
     return Colors(
         1 + options.brightness * offsets[0],

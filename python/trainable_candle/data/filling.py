@@ -1,4 +1,4 @@
-"""Groups the tasks of filling a cache, and reports progress and a summary."""
+"""Groups the tasks of filling a cache, each of which encodes one entry; reports progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Filled:
     made: int
     """The number of entries that were missing and have been encoded."""
     removed: int
-    """The number of removed entries: damaged ones, and those of earlier contents of a file."""
+    """The number of removed entries: damaged ones, and entries of files that have since changed."""
 
     def __str__(self) -> str:
         """Return one line for the log."""
@@ -41,7 +41,7 @@ class Filled:
 
 
 class Progress:
-    """A progress bar; without a bar, at most ten log lines in all, if there are many tasks.
+    """A progress bar; without a bar, at most ten log lines in all, if there are 100 tasks or more.
 
     Args:
         what: what the tasks encode, for the bar and the lines.
@@ -61,9 +61,10 @@ class Progress:
     def __call__(self, count: int) -> None:
         """Count `count` more finished tasks."""
         self._bar.update(count)
-        before, self._done = self._done, self._done + count
-        lines_before, lines_now = (_LOG_LINES * n // self._total for n in (before, self._done))
-        if self._report is not None and lines_before < lines_now:
+        done_before, self._done = self._done, self._done + count
+        # A line is due whenever another tenth of the tasks has finished.
+        due_before, due_now = (_LOG_LINES * n // self._total for n in (done_before, self._done))
+        if self._report is not None and due_before < due_now:
             self._report(f"{self._what}: {self._done} of {self._total} encoded")
 
     def __enter__(self) -> Self:

@@ -102,7 +102,7 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
     `source.caption`. Hidden files and masks are not read as images.
 
     Args:
-        source: the folder.
+        source: the folder, the caption of images without one, and whether to read inner folders.
         masks: whether to look for mask files.
         hint: the end of the error message about a folder without images.
 
@@ -175,6 +175,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
         raise error
 
     for place, folders, names in os.walk(folder, onerror=raise_error):
+        # Raises DatasetError if the folder is the output of a run.
         require_no_output(Path(place))
         # `os.walk` goes on to the folders that stay in this list.
         folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
@@ -182,7 +183,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 
 def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
-    """Return the captions of every `metadata.jsonl` among `files`, by image.
+    """Return the captions of every `metadata.jsonl` among `files`, by the path of the image.
 
     Raises:
         DatasetError: a `metadata.jsonl` is wrong, or names files that do not exist.

@@ -99,18 +99,20 @@ impl Examples {
             time_ids: &self.time_ids,
         };
         let prediction = unet.forward(&noised.sample, &noised.timesteps, conditions)?;
-        objective.loss(&prediction, noised, None, None)
+        let (mask, weights) = (None, None);
+        objective.loss(&prediction, noised, mask, weights)
     }
 }
 
 /// The mean loss over all examples. An example has the same noise and timestep in every call.
 fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples) -> Result<f64> {
     let _no_grad = no_grad();
+    let seed = 0;
     let mut sum = 0.0;
     for example in 0..examples.len() as u32 {
         let ids = Tensor::from_vec(vec![example], 1, &Device::Cpu)?.to_device(examples.latents.device())?;
         let batch = examples.select(&ids)?;
-        let noised = objective.validation_noise(&batch.latents, &[example], 0)?;
+        let noised = objective.validation_noise(&batch.latents, &[example], seed)?;
         sum += batch.loss(unet, objective, &noised)?.item()?;
     }
     Ok(sum / examples.len() as f64)
@@ -128,7 +130,9 @@ fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     let adapter = AdapterSet::attach(config, &unet.named_layers())?;
     let config = DiffusionConfig { min_snr_gamma: Some(5.0), ..DiffusionConfig::default() };
     let objective = DiffusionObjective::new(&NoiseSchedule::sdxl()?, config, device)?;
-    let mut optimizer = AdamW::new(adapter.vars().to_vec(), run.learning_rate, 0.01)?;
+    let weight_decay = 0.01;
+    let mut optimizer = AdamW::new(adapter.vars().to_vec(), run.learning_rate, weight_decay)?;
+    // The running average of the adapter's parameters.
     let mut ema = EMA::new(adapter.buffer(), EMAConfig::default())?;
 
     let before = validate(&unet, &objective, &examples)?;
@@ -144,6 +148,7 @@ fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
             println!("step {step}: loss {:.4}", loss.item()?);
         }
     }
+    // Put the average into the adapter.
     ema.swap_in()?;
     let after = validate(&unet, &objective, &examples)?;
     save_adapters(&run.output, &[(&files.adapter_names(&unet), &adapter)], &SaveOptions::default())?;
@@ -151,7 +156,7 @@ fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     Ok((before, after))
 }
 
-/// A tiny UNet with random weights and a cache of random examples in `folder`.
+/// Save a tiny UNet with random weights and a cache of four random examples in `folder`; return a run on them.
 fn tiny(folder: &Path, device: &Device) -> Result<Run> {
     rng::manual_seed(1);
     let config = UNetConfig {
@@ -170,7 +175,8 @@ fn tiny(folder: &Path, device: &Device) -> Result<Run> {
         steps: 40,
         learning_rate: 2e-2,
     };
-    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet, None)?;
+    let quantized_format = None;
+    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet, quantized_format)?;
     let random = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, device);
     let sizes = Tensor::new(&[128f32, 128.0, 0.0, 0.0, 128.0, 128.0], device)?.broadcast_as((4, 6))?;
     let cache = [
@@ -200,6 +206,7 @@ fn main() -> Result<()> {
         [unet, cache, output, rest @ ..] if rest.len() < 3 => {
             let steps = rest.first().map_or(Ok(1000), |text| text.parse()).map_err(|_| usage())?;
             let run = Run { unet: unet.into(), cache: cache.into(), output: output.into(), steps, learning_rate: 1e-4 };
+            // `Vec::new`: no folders besides the system's in which to look for the CUDA libraries.
             let device = device::parse(rest.get(1).map_or("cpu", String::as_str), Vec::new)?;
             train(&run, &device).map(drop)
         }

@@ -1,10 +1,11 @@
-"""Conversations as transformers renders them, and masks of the assistant's tokens in them.
+"""Make expected values: chats that transformers renders, and masks of the assistant's tokens.
 
     python make_transformers.py
 
-Writes tokenizer.json and cases.json.gz. Needs transformers 5.23 and jinja2. The templates imitate
-published ones. Transformers makes a mask only if the template has `{% generation %}` around each
-answer. For templates without this tag, the masks come from a copy that has it (`TWINS`).
+Writes tokenizer.json and cases.json.gz, with which tests compare this library. Needs transformers
+5.23 and jinja2. The templates imitate published ones. Transformers makes a mask only if the
+template has `{% generation %}` around each answer. For templates without this tag, the masks come
+from a copy that has it (`TWINS`).
 """
 
 import datetime as dt
@@ -162,7 +163,7 @@ CHATS = {
 
 
 class FixedDay(dt.datetime):
-    """A clock that always shows the same day, for `strftime_now` in templates."""
+    """A clock that always shows the same day, so that `strftime_now` in a template does, too."""
 
     @classmethod
     def now(cls, tz=None):
@@ -194,11 +195,11 @@ def main() -> None:
             chat_template=template,
         )
         for chat, (messages, tools) in CHATS.items():
-            # Only the template `tools` can render the chat `calls`, and it renders no other chat.
+            # Only the template `tools` can render the chat `calls`. It is used for no other chat.
             if (chat == "calls") != (name == "tools"):
                 continue
             options = {"tools": tools, "tokenize": False}
-            prompt = messages[:-1]
+            prompt = messages[:-1]  # all messages before the last answer
             text = fast.apply_chat_template(messages, **options)
             twin = TWINS.get(name, template)
             assert fast.apply_chat_template(messages, chat_template=twin, **options) == text

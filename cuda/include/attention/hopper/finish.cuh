@@ -1,35 +1,44 @@
-// The computations of the kernels that run before and after the main kernels. Before the backward pass: the statistics of each query.
-// After a pass: the sums of the parts of items that several blocks shared, and dq narrowed from its f32 sums.
+// The computations of the kernels that run before and after the main attention kernels for compute capability 9.0. Before the backward
+// pass: the statistics of each query. After a pass: the sums of the parts of items that several blocks shared, and dq narrowed from its
+// f32 sums. An item is a tile of queries (forward pass) or of keys (backward pass) of one head. It is split if several blocks computed it;
+// then each of them has written a part in f32.
+// In all templates, T is the dtype of the operands, and D (64 or 128) the width of a head, rounded up; `shape.width` is the width itself.
 #pragma once
 
 #include "backward.cuh"
 #include "forward.cuh"
 
+// Number of threads of a block of these kernels.
 constexpr int FINISH_THREADS = 256;
 
 // Writes eight values to global memory, narrowed to `T`.
 template <typename T> __device__ __forceinline__ void write_eight(T *to, const float (&x)[8]) {
     store_words(to, make_uint4(pair<T>(x[0], x[1]), pair<T>(x[2], x[3]), pair<T>(x[4], x[5]), pair<T>(x[6], x[7])));
 }
+// Reads eight values, 16-byte aligned.
 __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
     const float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
 // Computes the results and the log-sums of queries whose keys were divided among several blocks, from the parts that these blocks have
-// written. A thread computes eight columns of a row, and a block computes `AT_ONCE` rows of an item.
+// written. A thread computes eight columns of a row, and a block computes `AT_ONCE` of the `ROWS` queries of an item. The first
+// `schedule.whole` items are not split.
 template <typename T, int D, int ROWS>
 __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
                                             const AttentionShape &shape, const Schedule &schedule) {
-    constexpr int AT_ONCE = FINISH_THREADS / (D / 8), BLOCKS = ROWS / AT_ONCE;
-    const uint32_t item = schedule.whole + blockIdx.x / BLOCKS, row = blockIdx.x % BLOCKS * AT_ONCE + threadIdx.x / (D / 8);
+    constexpr int AT_ONCE = FINISH_THREADS / (D / 8), BLOCKS_OF_ITEM = ROWS / AT_ONCE;
+    const uint32_t item = schedule.whole + blockIdx.x / BLOCKS_OF_ITEM;
+    const uint32_t row = blockIdx.x % BLOCKS_OF_ITEM * AT_ONCE + threadIdx.x / (D / 8);
     const uint32_t column = threadIdx.x % (D / 8) * 8;
     const Task task(item, ceil_divide(shape.queries, ROWS), shape.heads);
     const uint32_t query = task.tile * ROWS + row;
     if (query >= shape.queries) return;
     uint32_t count;
     const uint32_t first = schedule.first_block(item, count);
-    // A part has the sums of weights of all rows, then the bases of all rows, then the rows of results (HopperForward::finish).
+    // A part has the sums of weights of all rows, then the bases of all rows, then the rows of results before their division by the sums
+    // (HopperForward::finish). A weight is 2^(score * scale / ln 2 - base); each part has its own base, near its largest exponent. So the
+    // parts of a row are added after they are brought to one base, the largest.
     const auto part = [&](uint32_t i) { return parts + uint64_t(schedule.slot(item, first + i)) * (ROWS * (D + 2)); };
     float base = -INFINITY, sum = 0.0f, result[8] = {};
     for (uint32_t i = 0; i < count; i++) base = fmaxf(base, part(i)[ROWS + row]);
@@ -50,7 +59,7 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
 
 // Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of all M queries, then delta of all M queries. Delta is the sum
 // of o ∘ d_o over the columns. In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
-// delta is zero. Also sets the tile's entry of `turns` to zero.
+// delta is zero. Also sets the tile's entry of `turns` to zero; the backward pass counts the additions to the tile's dq there.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
                                                     uint32_t *turns, const Strides &o_strides, const Strides &do_strides,
@@ -61,6 +70,7 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
     if (threadIdx.x == 0) turns[block] = 0;
     o = o_strides.matrix(o, task.batch, task.head) + column;
     d_o = do_strides.matrix(d_o, task.batch, task.head) + column;
+    // Eight columns of o and of d_o, for each row of this thread.
     Pack<T, 8> x[M / AT_ONCE] = {}, y[M / AT_ONCE] = {};
 #pragma unroll
     for (int i = 0; i < M / AT_ONCE; i++) {
@@ -116,7 +126,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         }
         return;
     }
-    // Number of blocks for dk of an item; dv takes as many.
+    // Number of blocks for dk of an item; dv takes as many, and they follow those of dk.
     constexpr uint32_t EACH = KEYS_AT_ONCE * D / 8 / FINISH_THREADS;
     const uint32_t index = blockIdx.x - tiles, is_value = index / EACH % 2;
     T *to = is_value ? dv : dk;
@@ -129,6 +139,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     const uint32_t key = task.tile * KEYS_AT_ONCE + row;
     if (key >= shape.keys || column >= shape.width) return;
     float sum[8] = {};
+    // A part has dk, then dv.
     for (uint32_t i = 0; i < split.count; i++) {
         read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + eight * 8);
 #pragma unroll

@@ -131,7 +131,7 @@ def _message(value: Any, field: str) -> Message:
     content = value.get(content_field)
     if role == "function_call":
         return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{content_field}")}
-    # The template gets `weight` and other fields, too.
+    # The template also gets all other fields, such as `weight` in files for OpenAI's models.
     rest = {k: v for k, v in value.items() if k not in {"role", "from", "content", "value"}}
     message: Message = {"role": role, **rest}
     calls = _parsed(message.get("tool_calls"), f"{field}.tool_calls")
@@ -145,6 +145,7 @@ def _message(value: Any, field: str) -> Message:
     if role in {"user", "assistant"} and not content_text.strip() and not calls:
         kind = "answer" if role == "assistant" else "message"
         raise RowError(f"`{field}.{content_field}` is an empty {kind}")
+    # The template gets the content as it is: a list of parts stays a list.
     return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
 
 

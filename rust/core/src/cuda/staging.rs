@@ -1,8 +1,8 @@
-//! Copies from pageable host memory, for systems that give little pinned memory.
+//! Copies of streamed weights from pageable host memory to the device, for systems that give little pinned memory.
 //!
 //! A separate thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device
-//! copies them. So the thread that queues the computation waits only when it needs the copied values. Copies are queued
-//! in the order of their jobs.
+//! copies them. So the thread that queues the computation waits only when the computation needs the copied values, and
+//! only until the copies are queued. Copies are queued in the order of their jobs.
 
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
@@ -28,7 +28,7 @@ pub(super) struct Job {
     pub(super) _owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Bytes of the host that another value owns.
+/// Bytes in host memory that the job's `_owner` owns.
 pub(super) struct Bytes {
     pub(super) address: *const u8,
     pub(super) len: usize,
@@ -79,6 +79,7 @@ impl Staging {
                 drop(job);
                 let mut done = shared.done.lock().unwrap_or_else(PoisonError::into_inner);
                 done.count += 1;
+                // Keep the first error.
                 if let (Err(error), None) = (result, &done.error) {
                     done.error = Some(error.to_string());
                 }

@@ -58,7 +58,7 @@ pub(super) fn check_factors(
 }
 
 /// Checks that a trained tensor is on the device of `x`, and has the dtype of `x`; for an f16 or bf16 `x` it may be
-/// f32.
+/// f32, as master parameters are in mixed precision.
 fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
     let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
     if is_master && tensor.device().same_device(x.device()) {
@@ -135,8 +135,10 @@ pub fn lora_backward(
 ) -> Result<(Tensor, Tensor)> {
     check_backward("lora_backward", grad_output, input, down, up, scale)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
+    // x Aᵀ, and its gradient s g B, where g is the gradient of y.
     let hidden = compute::matmul(&x, &operand(down, x.dtype())?.raw.t()?)?;
     let grad_hidden = compute::product(&grad, &operand(up, x.dtype())?.raw, scale, x.dtype())?;
+    // The third argument is a factor of the product.
     let grad_down = compute::product(&grad_hidden.t()?, &x, 1.0, down.dtype())?;
     let grad_up = compute::product(&grad.t()?, &hidden, scale, up.dtype())?;
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
@@ -182,6 +184,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
         let (hidden, grad_hidden) = (&pair[0], &pair[1]);
         let of_down = (layer.down, grad_hidden.t()?, x, 1.0);
         let of_up = (layer.up, grad.t()?, hidden.clone(), layer.scale);
+        // Adds alpha · a · b to the gradient of `var`: in its buffer, if that is possible.
         for (var, a, b, alpha) in [of_down, of_up] {
             let buffer = var.leaf().product_buffer(&a, &b);
             targets.push((var, buffer.is_some()));
@@ -225,7 +228,8 @@ impl<'a> LoraWeights<'a> {
     /// The low-rank product for inputs of `dtype`.
     fn low_rank(&self, dtype: DType) -> Result<LowRanks<'a>> {
         let mut low_rank = LowRanks::default();
-        low_rank.push([self.down, self.up], self.scale, 0, dtype)?;
+        let first_column = 0;
+        low_rank.push([self.down, self.up], self.scale, first_column, dtype)?;
         Ok(low_rank)
     }
 }
@@ -262,14 +266,17 @@ struct DoraBackward {
     magnitude_dtype: DType,
 }
 
+/// The index of the magnitude among the inputs of the operation.
+const MAGNITUDE: usize = 3;
+
 impl Backward for DoraBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
-        if let (true, Some(direction)) = (context.needs(3), &self.direction) {
+        if let (true, Some(direction)) = (context.needs(MAGNITUDE), &self.direction) {
             let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
             let norm = self.norm.get()?;
             let grad_magnitude = compute::binary(&compute::cast(&product, norm.dtype())?, &norm, Div)?;
-            context.add(3, compute::cast(&grad_magnitude, self.magnitude_dtype)?)?;
+            context.add(MAGNITUDE, compute::cast(&grad_magnitude, self.magnitude_dtype)?)?;
         }
         let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
         self.low_rank.run(context, &scaled)
@@ -336,11 +343,12 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             }
             Ok((y.reshape(with_last(&x.raw, out))?, [ratio, norm, direction].into_iter().chain(hidden).collect()))
         },
+        // `aux` is ratio, norm, direction, hidden.
         |saver, _, aux| DoraBackward {
             low_rank: low_rank.save(saver, x, w.weight, aux.get(3)),
             ratio: saver.save_raw(&aux[0]),
             norm: saver.save_raw(&aux[1]),
-            direction: saver.needs(3).then(|| saver.save_raw(&aux[2])),
+            direction: saver.needs(MAGNITUDE).then(|| saver.save_raw(&aux[2])),
             magnitude_dtype: magnitude.dtype(),
         },
     )
@@ -371,6 +379,7 @@ pub static ENTRIES: &[Entry] = &[
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7).sin()).collect();
                 Tensor::from_vec(values, dims, x.device())?.to_dtype(x.dtype())
             }
+            // All cases have 5 input features and 4 output features; `x` is [input, A, B].
             let run = |x: &[Tensor]| {
                 let (weight, bias) = (frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?);
                 lora_linear(
@@ -407,7 +416,8 @@ pub static ENTRIES: &[Entry] = &[
         info: &DORA,
         cases: || {
             // The norm is a constant in the backward pass, but a finite difference of A or B would change it. So only x
-            // and the magnitude are inputs.
+            // and the magnitude are inputs. All cases have 5 input features, 4 output features and rank 2.
+            // Another `phase` gives other values.
             fn fixed(x: &Tensor, dims: &[usize], phase: f64) -> Result<Tensor> {
                 let n = dims.iter().product::<usize>();
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();

@@ -22,7 +22,7 @@ struct HadamardBackward {
 impl Backward for HadamardBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
-        // Indices of the factors: A and B of one low-rank matrix, then of the other.
+        // Indices of the factors: A and B of the low-rank matrix whose gradient is computed, then of the other.
         for [a, b, other_a, other_b] in [[0, 1, 2, 3], [2, 3, 0, 1]] {
             if !context.needs(a) && !context.needs(b) {
                 continue;
@@ -83,6 +83,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
     cases: || {
         let run = |x: &[Tensor]| low_rank_hadamard(&x[0], &x[1], &x[2], &x[3]);
         let plain = |x: &[Tensor]| x[0].matmul(&x[1])?.mul(&x[2].matmul(&x[3])?);
+        // Each case: a label, the shapes of A₁, B₁, A₂ and B₂, and the operation.
         vec![
             Case::new("", &[&[4, 2], &[2, 5], &[4, 3], &[3, 5]], run).plain(plain),
             Case::new("no rows", &[&[0, 2], &[2, 5], &[0, 2], &[2, 5]], run).plain(plain),

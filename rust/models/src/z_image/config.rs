@@ -60,6 +60,7 @@ const QK_EPS: f64 = 1e-5;
 impl Configuration for ZImageConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(ZImageTransformer::CLASS_NAME, map);
+        // Fields for which only one value is supported.
         fields.only(&[
             ("all_patch_size", json!([PATCH])),
             ("all_f_patch_size", json!([1])),

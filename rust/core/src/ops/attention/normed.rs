@@ -17,7 +17,7 @@ pub(super) static NORMED: OpInfo = OpInfo::expensive("normed_attention");
 #[derive(Clone, Copy)]
 pub struct Stream<'a> {
     /// Projections (B, S, at least 3 · heads · width) of B samples of S tokens. The first columns are queries, then
-    /// keys, then values, each with its heads one after the other.
+    /// keys, then values, each with its heads one after the other. Further columns are not read.
     pub x: &'a Tensor,
     /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32; `None` for a norm
     /// without a scale.
@@ -44,8 +44,8 @@ pub struct HeadSizes {
 /// `(B, heads, Σ S, Σ S)`, and hides keys or adds to scores as in
 /// [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
-/// Saves the projections, the mask, the result and one number per head and token; the backward pass normalises and
-/// rotates queries and keys again.
+/// Saves the projections, the mask, the result and one number per head and token: the logarithm of the sum of the
+/// exponentials of its scores. The backward pass normalises and rotates queries and keys again.
 ///
 /// # Errors
 /// [`Error::Argument`] without streams, if `sizes` has no head, a width of 0, an odd width or at least 2^24 columns, if
@@ -162,6 +162,7 @@ impl Normed {
             scores,
             scale: 1.0 / (width as f64).sqrt(),
             visible_keys: cpu::VisibleKeys::All,
+            // Each query head has its own keys and values.
             group: 1,
         };
         Ok(Self { sizes, batch, lengths, attention })
@@ -195,6 +196,7 @@ impl Normed {
             op: NORMED.name,
             weights: norms.each_ref().map(Option::as_ref),
             tables: tables.as_ref().map(|tables| tables.each_ref()),
+            // As many key heads as query heads.
             heads: [heads, heads],
             width,
             interleaved: true,
@@ -234,6 +236,7 @@ impl Normed {
         let buffer = self.buffer(&xs[0])?;
         let mut statistics = Vec::with_capacity(xs.len());
         for ((x, operands), (start, &length)) in xs.iter().zip(operands).zip(self.starts().zip(&self.lengths)) {
+            // Writes the stream's queries and keys, and its values if there is room for them, to the buffer.
             statistics.push(self.norms(operands).forward(x, &buffer.narrow(1, start, length)?)?);
         }
         let v = match self.parts() {
@@ -256,11 +259,12 @@ struct NormedBackward {
 
 impl NormedBackward {
     /// The tensor (B, S, 3 · heads · width) into which the gradients of the queries, keys and values of stream `index`
-    /// are written, and whether this tensor is a view of the gradient of the projection `x`.
-    fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
+    /// are written, and whether this tensor is a view of the gradient of the projection `x`. If it is not, the caller
+    /// must add it to that gradient.
+    fn grad_tensor(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
-        if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {
-            return Ok((place, true));
+        if let Some(view) = context.part(index, (x, x.dims()), /*dim=*/ 2, 0..columns)? {
+            return Ok((view, true));
         }
         Ok((compute::unset(NORMED.name, x, &[x.dims()[0], x.dims()[1], columns])?, false))
     }
@@ -272,15 +276,17 @@ impl Backward for NormedBackward {
         let (columns, parts) = (normed.columns(), normed.parts());
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
         let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
+        // The gradients of the normalised and rotated queries and keys and, with several streams, of the values.
         let buffer = normed.buffer(&xs[0])?;
-        let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
+        // The result of `grad_tensor` for each stream for which it has been called.
+        let mut grad_tensors: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
         let value_grads = if parts == 3 {
             normed.part(&buffer, 2)?
         } else {
             // Attention writes the gradient of a single stream's values directly into the gradient of the projection.
-            let place = self.place(context, 0, &xs[0])?;
-            let value_grads = normed.split(&place.0.narrow(2, 2 * columns, columns)?)?;
-            places[0] = Some(place);
+            let (tensor, is_view) = self.grad_tensor(context, 0, &xs[0])?;
+            let value_grads = normed.split(&tensor.narrow(2, 2 * columns, columns)?)?;
+            grad_tensors[0] = Some((tensor, is_view));
             value_grads
         };
         let grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, value_grads];
@@ -300,15 +306,16 @@ impl Backward for NormedBackward {
             if !context.needs(index) {
                 continue;
             }
-            let (place, is_part) = match places[index].take() {
-                Some(place) => place,
-                None => self.place(context, index, &xs[index])?,
+            let (tensor, is_view) = match grad_tensors[index].take() {
+                Some(found) => found,
+                None => self.grad_tensor(context, index, &xs[index])?,
             };
             let grad = buffer.narrow(1, start, length)?;
-            let destination = place.narrow(2, 0, parts * columns)?;
+            // With two parts, the values' columns of `tensor` are complete.
+            let destination = tensor.narrow(2, 0, parts * columns)?;
             normed.norms(operands).backward(&xs[index], &grad, &statistics, &destination)?;
-            if !is_part {
-                context.add_part(index, xs[index].dims(), 2, 0, &place)?;
+            if !is_view {
+                context.add_part(index, xs[index].dims(), /*dim=*/ 2, /*start=*/ 0, &tensor)?;
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The last layer: a modulated norm and a projection.
+//! The last layer of Flux and similar transformers: a layer norm, modulated by the condition, and a projection.
 
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
@@ -12,8 +12,10 @@ const NORM: &str = "norm_out.linear";
 const PROJECTION: &str = "proj_out";
 
 /// A layer norm, modulated by a shift and a scale from the condition, and a projection to the values of the patches.
+/// B is the number of samples, S the number of tokens, and D the number of features of a token.
 pub struct ModulatedOutput {
-    /// The layer that computes the modulation; None if the model passes the modulation.
+    /// The layer that computes the modulation from the condition: D features become 2 D, the scale and the shift. None
+    /// if the model passes the modulation to [`modulated`](Self::modulated).
     norm: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
@@ -69,10 +71,11 @@ impl ModulatedOutput {
         self.projection.weight.dtype()
     }
 
-    /// Adds to `saved` what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens. No checkpoint contains this layer.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.projection.in_features();
         saved.outside(|saved| {
+            // The condition is one row of D values.
             self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1)));
             // The layer norm keeps its input.
             saved.keep(tokens * dim);

@@ -15,6 +15,7 @@ use super::rule::{Rule, StateSpec, check_betas, check_not_negative};
 use super::state::{StateDict, StatePlace};
 use super::stepper::{Optimizer, ParamGroup, Stepper};
 use super::update;
+// On the CPU, `Observe` is the first half of a step and `Apply` the second; on CUDA, `Observe` does a whole step.
 use rule::{Apply, Observe, StepConfig, states};
 
 const NAME: &str = "Prodigy";
@@ -50,6 +51,7 @@ hyper_parameters! {
         pub growth_rate: f64,
         /// At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states'
         /// memory.
+        // Two of a variable's four states have only these elements.
         pub slice_p: usize,
     }
 }
@@ -123,7 +125,7 @@ struct Estimate {
     d_max: f64,
     /// The numerator of the estimate: a decaying sum over the steps.
     numerator: f64,
-    /// The number of steps in which an estimate was computed.
+    /// The number of steps in which an estimate was computed; f64, as kernels read it.
     steps: f64,
 }
 
@@ -187,7 +189,7 @@ impl Prodigy {
     }
 
     /// Returns the estimate d of the distance to the solution. Without bias correction, a step has the size d · lr.
-    /// Waits for a CUDA device.
+    /// On CUDA, waits until the device has done all steps.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -224,6 +226,7 @@ impl Prodigy {
         for parameter in self.stepper.groups.iter_mut().flat_map(|group| &mut group.parameters) {
             parameter.sums = [0.0; 2];
         }
+        // Updates the moments, and writes each variable's terms of the numerator and of the denominator to `sums`.
         self.run::<Observe>(&wanted, current.d, dlr)?;
         let (mut numerator, mut denominator) = (current.numerator * config.beta3(), 0.0);
         for parameter in self.stepper.groups.iter().flat_map(|group| &group.parameters) {
@@ -242,6 +245,7 @@ impl Prodigy {
         current.d_max = current.d_max.max(estimate);
         let d = current.d_max.min(current.d * config.growth_rate);
         self.stepper.set_shared(Estimate { d, numerator, steps: step, ..current }.to_shared())?;
+        // Updates the variables.
         self.run::<Apply>(&wanted, d, dlr)
     }
 
@@ -333,6 +337,7 @@ impl Registered for Prodigy {
         that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ between \
         groups, and a group's lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and \
         the number of steps.";
+    // All but `slice_p`, which follows another parameter in `prodigyopt`.
     const POSITIONAL: usize = 11;
 
     fn defaults() -> ProdigyConfig {
@@ -344,6 +349,7 @@ impl Registered for Prodigy {
     }
 
     fn build(groups: Vec<ParamGroup<ProdigyConfig>>, seed: Option<u64>) -> Result<Self> {
+        // A seed asks for stochastic rounding.
         seed.map_or_else(|| Self::with_groups(groups), |_| Err(super::rounding::no_rounding(NAME)))
     }
 }

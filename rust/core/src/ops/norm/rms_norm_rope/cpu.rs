@@ -1,4 +1,4 @@
-//! The CPU form.
+//! The CPU form of RMS norm followed by rotary position embedding.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -27,7 +27,7 @@ pub(super) fn forward(
     dispatch_float!(x.dtype(), op, T => {
         let [cos, sin] = converted_tables::<T>(rotation.tables)?;
         let rows = Rows::new(x, rotation);
-        let weight = parameter_values(weight, rows.len(), Real::ONE)?;
+        let weight = parameter_values(weight, rows.width(), Real::ONE)?;
         let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
             let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
             Ok(rows.forward::<T>(elements(operands[0])?, &weight, &angles, Real::from_f64(eps)))
@@ -36,8 +36,8 @@ pub(super) fn forward(
     })
 }
 
-/// Adds those gradients of `x` and of the weight that are needed. `x` and `grad` are dense, with rows in the order of
-/// `norm.order`.
+/// Adds those gradients of `x` and of the weight that are needed. `x` and `grad` are dense, with rows in the order to
+/// which `norm.order.swap` has brought them; a second `swap` restores the order of the operation's input.
 pub(super) fn backward(
     norm: &RmsNormRopeBackward,
     context: &mut BackwardContext<'_>,
@@ -48,7 +48,7 @@ pub(super) fn backward(
     let rows = Rows::new(x, rotation);
     dispatch_float!(x.dtype(), op, T => {
         let [cos, sin] = converted_tables::<T>(rotation.tables)?;
-        let weight = norm.affine.scale(rows.len())?;
+        let weight = norm.affine.scale(rows.width())?;
         let (wants_input, wants_weight) = (context.needs(0), norm.affine.needs_grad(context));
         let (grad_x, grad_weight) = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
             let pass = BackwardPass::<T> {
@@ -64,7 +64,9 @@ pub(super) fn backward(
         if wants_input {
             context.add(0, norm.order.swap(&from_vec(grad_x, x.shape()))?)?;
         }
-        norm.affine.add(context, grad_weight, Vec::new())
+        // The norm has no shift, so there is no gradient of one.
+        let grad_shift = Vec::new();
+        norm.affine.add(context, grad_weight, grad_shift)
     })
 }
 
@@ -78,7 +80,7 @@ pub(super) fn input_gradient(
     let rows = Rows::new(x, rotation);
     dispatch_float!(x.dtype(), op, T => {
         let [cos, sin] = converted_tables::<T>(rotation.tables)?;
-        let weight = parameter_values(weight, rows.len(), Real::ONE)?;
+        let weight = parameter_values(weight, rows.width(), Real::ONE)?;
         let grad_x = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
             let pass = BackwardPass::<T> {
                 rows,
@@ -124,10 +126,11 @@ impl Rows {
     }
 
     /// Number of elements of a row.
-    fn len(&self) -> usize {
+    fn width(&self) -> usize {
         2 * self.half
     }
 
+    /// The angles whose cos and sin are given, and how the rows share them.
     fn angles<'a, R>(&self, cos: &'a [R], sin: &'a [R]) -> Angles<'a, R> {
         let &Self { half, positions, repeats, interleaved, .. } = self;
         Angles { cos, sin, positions, repeats, half, interleaved }
@@ -141,7 +144,7 @@ impl Rows {
         angles: &Angles<'_, T::Acc>,
         eps: T::Acc,
     ) -> (Vec<T>, Vec<T::Acc>) {
-        let len = self.len();
+        let len = self.width();
         let mut rstd = vec![T::Acc::ZERO; self.count];
         let rstds = SharedMut::new(&mut rstd);
         let width = T::Acc::from_f64(len as f64);
@@ -193,7 +196,7 @@ const MIN_BLOCK_ROWS: usize = 16;
 impl<T: Elem> BackwardPass<'_, T> {
     /// Returns the gradients of the input and of the weight, each empty if not wanted.
     fn run(&self, wants_input: bool, wants_weight: bool) -> (Vec<T>, Vec<T::Acc>) {
-        let (count, len) = (self.rows.count, self.rows.len());
+        let (count, len) = (self.rows.count, self.rows.width());
         let mut block_rows = rows::rows_per_block(len);
         if wants_weight {
             block_rows = block_rows.max(MIN_BLOCK_ROWS);
@@ -232,7 +235,7 @@ impl<T: Elem> BackwardPass<'_, T> {
     /// `grad`, rotated back.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
-        let len = self.rows.len();
+        let len = self.rows.width();
         let width = T::Acc::from_f64(len as f64);
         let mut out = out.chunks_exact_mut(len.max(1));
         for row in range {
