@@ -257,13 +257,16 @@ struct NormedBackward {
     normed: Normed,
 }
 
+/// The index of the last dimension of the projections, (B, S, columns).
+const COLUMN_DIM: usize = 2;
+
 impl NormedBackward {
     /// The tensor (B, S, 3 · heads · width) into which the gradients of the queries, keys and values of stream `index`
     /// are written, and whether this tensor is a view of the gradient of the projection `x`. If it is not, the caller
     /// must add it to that gradient.
     fn grad_tensor(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
-        if let Some(view) = context.part(index, (x, x.dims()), /*dim=*/ 2, 0..columns)? {
+        if let Some(view) = context.part(index, (x, x.dims()), COLUMN_DIM, 0..columns)? {
             return Ok((view, true));
         }
         Ok((compute::unset(NORMED.name, x, &[x.dims()[0], x.dims()[1], columns])?, false))
@@ -315,7 +318,8 @@ impl Backward for NormedBackward {
             let destination = tensor.narrow(2, 0, parts * columns)?;
             normed.norms(operands).backward(&xs[index], &grad, &statistics, &destination)?;
             if !is_view {
-                context.add_part(index, xs[index].dims(), /*dim=*/ 2, /*start=*/ 0, &tensor)?;
+                let first_column = 0;
+                context.add_part(index, xs[index].dims(), COLUMN_DIM, first_column, &tensor)?;
             }
         }
         Ok(())
