@@ -25,6 +25,7 @@ def gpu_stats(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def plan(gib: float, policy: str = "none") -> Plan:
     """Return a plan that predicts `gib` GiB, with a policy of gradient checkpointing."""
+    # The estimate adds RUNTIME_BYTES to the items.
     items = [Item("unet", "weights", int(gib * GIB) - RUNTIME_BYTES)]
     config = TrainConfig(device="cuda", gradient_checkpointing=policy)
     return Plan(config, Estimate({"training": items}, on_gpu=True), {})
@@ -33,9 +34,10 @@ def plan(gib: float, policy: str = "none") -> Plan:
 def attempt(
     gpu_stats: dict[str, int], peaks: list[float], first: Plan, second: Plan | None = None
 ) -> list[str]:
-    """Return the lines about a run.
+    """Return the lines of the log about a run with the plan `first`.
 
-    Its attempts have the peaks `peaks`, in GiB. All but the last attempt run out of memory.
+    Its attempts have the peaks `peaks`, in GiB. All but the last attempt run out of memory. A second
+    attempt has the plan `second`.
     """
     lines: list[str] = []
     remaining = list(peaks)
@@ -51,11 +53,14 @@ def attempt(
         assert second is not None
         return second
 
-    budget = Budget(24 * GIB, 24 * GIB)
-    run_planned(run, first, budget, replan, StepCounter(), lambda: True, lines.append)
+    budget = Budget(memory=24 * GIB, host=24 * GIB)
+    run_planned(
+        run, first, budget, replan, StepCounter(), may_repeat=lambda: True, report=lines.append
+    )
     return lines
 
 
+# Up to 5 % more than predicted counts as good.
 @pytest.mark.parametrize("used", [9.0, 10.4])
 def test_no_line_reports_a_good_prediction(gpu_stats: dict[str, int], used: float) -> None:
     assert attempt(gpu_stats, [used], plan(10)) == []
@@ -70,6 +75,7 @@ def test_a_run_that_takes_more_memory_than_predicted_reports_it(gpu_stats: dict[
 def test_when_memory_runs_out_the_log_has_the_prediction_and_the_new_plan(
     gpu_stats: dict[str, int],
 ) -> None:
+    # The new plan has another policy, because a plan with the same settings is not tried again.
     missed, out, *table = attempt(gpu_stats, [12, 9], plan(10), plan(9, "full"))
     assert missed == (
         "plan: the run had taken 12.00 GiB of GPU memory when memory ran out, where 10.00 GiB were "
@@ -86,6 +92,7 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
     counter = StepCounter()
 
     def run(_config: TrainConfig) -> None:
+        # Only in the first 20 steps does a run that ran out of memory get a new plan.
         counter.steps = 100
         gpu_stats["peak_reserved"] = 8 * GIB
         raise tc.OutOfMemoryError("matmul: there is too little")
@@ -95,7 +102,13 @@ def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
 
     with pytest.raises(tc.OutOfMemoryError):
         run_planned(
-            run, plan(10), Budget(24 * GIB, 0), no_plan, counter, lambda: True, lines.append
+            run,
+            plan(10),
+            Budget(memory=24 * GIB, host=0),
+            no_plan,
+            counter,
+            may_repeat=lambda: True,
+            report=lines.append,
         )
     (line,) = lines
     assert line.startswith("plan: the run had taken 8.00 GiB of GPU memory when memory ran out")

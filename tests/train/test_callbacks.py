@@ -17,11 +17,11 @@ def trainer_at(step: int, steps: int = 10) -> Any:
 
 
 def report(step: int, loss: float = 0.1 + 0.2) -> StepReport:
-    return StepReport(step, loss, 1e-4, 1.5, 0.25)
+    return StepReport(step, loss, lr=1e-4, grad_norm=1.5, seconds=0.25)
 
 
 def log(path: Path, done: int, last: int, every: int = 1) -> None:
-    """Log the steps after the first `done` ones, up to step `last`."""
+    """Log a run of 10 steps that starts after step `done` and is ended after step `last`."""
     callback = CsvLog(path, every)
     callback.on_train_begin(trainer_at(done))
     for step in range(done + 1, last + 1):
@@ -33,7 +33,7 @@ def logged_steps(path: Path) -> list[int]:
 
 
 def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
-    log(tmp_path / "a.csv", 0, 1)
+    log(tmp_path / "a.csv", done=0, last=1)
     text = (tmp_path / "a.csv").read_text()
     assert text == "step,loss,lr,grad_norm,seconds\n1,0.30000000000000004,0.0001,1.5,0.2500\n"
     assert float(read_log(tmp_path / "a.csv")[0]["loss"]) == 0.1 + 0.2
@@ -41,27 +41,30 @@ def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
 
 def test_a_resumed_run_continues_the_log_from_its_step(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    log(path, 0, 7)
-    log(path, 4, 10)
+    log(path, done=0, last=7)
+    # The last checkpoint was that of step 4.
+    log(path, done=4, last=10)
     assert logged_steps(path) == list(range(1, 11))
-    log(path, 0, 2)
+    # A run that starts from the beginning replaces the log.
+    log(path, done=0, last=2)
     assert logged_steps(path) == [1, 2]
 
 
 def test_damaged_lines_as_by_a_crash_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    log(path, 0, 3)
+    log(path, done=0, last=3)
     with path.open("a") as file:
         file.write("4,0.")
     assert logged_steps(path) == [1, 2, 3]
-    log(path, 3, 4)
+    log(path, done=3, last=4)
     assert logged_steps(path) == [1, 2, 3, 4]
+    # Too few fields, a step that is no number, too many fields, and one whole line.
     path.write_text("step,loss,lr,grad_norm,seconds\n1,2\nx,1,1,1,1\n2,1,1,1,1,1\n3,1,1,1,1\n")
     assert logged_steps(path) == [3]
 
 
 def test_every_nth_step_and_the_last_are_logged(tmp_path: Path) -> None:
-    log(tmp_path / "a.csv", 0, 10, every=4)
+    log(tmp_path / "a.csv", done=0, last=10, every=4)
     assert logged_steps(tmp_path / "a.csv") == [4, 8, 10]
 
 

@@ -1,4 +1,4 @@
-//! Quantized matrices.
+//! The Python class of quantized matrices, and the function that quantizes.
 
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
@@ -100,7 +100,8 @@ impl QuantizedTensor {
     /// "codes": its blocks contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // Only models join several matrices into one, so a matrix that is made in Python has one set of tensors.
+        // The core returns one set of tensors for each matrix that was joined into this one. Only models join matrices,
+        // so a matrix that is made in Python has one set.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }

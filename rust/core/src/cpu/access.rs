@@ -1,8 +1,8 @@
-//! Access to the storage of candle tensors.
+//! Access of CPU kernels to the storage of candle tensors.
 //!
 //! Each storage is behind a lock. `Tensor::storage_and_layout`, the only access that candle exports, waits while
 //! another thread waits to write the storage. If two operands share a storage, the second access could wait for a
-//! thread that waits for the first: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage
+//! thread that itself waits for the end of the first access: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage
 //! again while other threads wait to write it, and operations in place lock their storages in the order of the
 //! addresses. So kernels run inside custom operations, which this module makes from closures.
 
@@ -171,7 +171,7 @@ pub(crate) fn read_all<R>(
 }
 
 /// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages
-/// of all tensors. `before` are the storages of the tensors before `rest`. Candle passes at most three storages to one
+/// of all tensors. `before` are the storages of the tensors before `rest`, which the outer operations read. Candle passes at most three storages to one
 /// operation, so nesting is the way to read more.
 fn nest(
     op: &'static str,
@@ -200,7 +200,8 @@ pub(super) fn write1(
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst])?;
-    // Candle rejects some empty tensors, because it believes that strides of 0 mean repeated elements.
+    // There is nothing to change. Candle would reject some empty tensors: it takes their strides of 0 for repeated
+    // elements.
     if dst.elem_count() == 0 {
         return Ok(());
     }
@@ -215,6 +216,7 @@ pub(super) fn write2(
     f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst, src])?;
+    // As in `write1`.
     if dst.elem_count() == 0 {
         return Ok(());
     }
@@ -230,6 +232,7 @@ pub(super) fn write3(
     f: impl Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst, a, b])?;
+    // As in `write1`.
     if dst.elem_count() == 0 {
         return Ok(());
     }

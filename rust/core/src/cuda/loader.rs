@@ -10,8 +10,8 @@ use trainable_candle_cuda::kernels::{Arguments, Element, Kernel, Module};
 
 use crate::{Error, Result};
 
-/// A kernel's variant: the name of the module, the kernel's name, and the dtypes, which are the suffix of the variant's
-/// name.
+/// Identifies a kernel's variant: the name of the module, the kernel's name, and the dtypes, which are the suffix of the
+/// variant's name.
 type Name = (&'static str, &'static str, &'static [&'static str]);
 
 /// A kernel's variant for certain dtypes, loaded by the driver.
@@ -68,6 +68,7 @@ impl Loader {
             Error::device("cuda", format!("the driver cannot load {full_name} of the module {module} ({error})"))
         };
         let function = self.module(kernel.module)?.load_function(&full_name).map_err(failed)?;
+        // The architecture that the compiler compiled the kernel's source for, as in `FIRST_TO_WAIT`.
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PTX_VERSION;
         let compiled_for = function.get_attribute(attribute).map_err(failed)?;
         let overlaps = compiled_for >= FIRST_TO_WAIT;

@@ -1,4 +1,4 @@
-//! The blocks of the encoder and the decoder. Feature maps are (batch, height, width, channels).
+//! The blocks of the encoder and the decoder of Qwen-Image's autoencoder. Feature maps are (batch, height, width, channels).
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNorm, Visitor, Weights};
@@ -89,10 +89,11 @@ struct PixelAttention {
 
 impl PixelAttention {
     fn new(channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        let has_bias = true;
         Ok(Self {
             norm: Norm::new("norm.gamma", channels, weights)?,
-            to_qkv: weights.linear("to_qkv", channels, 3 * channels, true)?,
-            proj: weights.linear("proj", channels, channels, true)?,
+            to_qkv: weights.linear("to_qkv", channels, 3 * channels, has_bias)?,
+            proj: weights.linear("proj", channels, channels, has_bias)?,
         })
     }
 

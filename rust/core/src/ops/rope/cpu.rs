@@ -1,4 +1,5 @@
-//! The CPU form of rotary embeddings.
+//! The CPU form of rotary position embeddings. A row is the vector of one head's features at one position of a
+//! sequence; each pair of its features is rotated by an angle.
 
 use std::mem::MaybeUninit;
 
@@ -11,14 +12,16 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The angles by which pairs of features are rotated, and which pairs and rows they belong to. Row i has position
-/// i / `repeats` mod `positions`.
+/// The angles by which pairs of features are rotated, and which pairs and rows they belong to. Rows count from 0 over
+/// all sequences and heads. Row i has position ⌊i / `repeats`⌋ mod `positions`.
 pub struct Angles<'a, R> {
     /// The cosines, (`positions`, `half`); `sin` has the same shape.
     pub cos: &'a [R],
     pub sin: &'a [R],
+    /// Number of positions of a sequence.
     pub positions: usize,
-    /// How many consecutive rows have the same position.
+    /// How many consecutive rows have the same position: the number of heads if the heads of a position are adjacent in
+    /// memory, else 1.
     pub repeats: usize,
     /// Number of pairs of a row.
     pub half: usize,
@@ -27,8 +30,9 @@ pub struct Angles<'a, R> {
 }
 
 impl<R: Real> Angles<'_, R> {
-    /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back`. `read` converts an
-    /// element of `x`; `write` stores a result in an element of `out`.
+    /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back` (in the backward
+    /// pass). `x` and `out` are this row alone. `read` converts an element of `x`; `write` stores a result in an element
+    /// of `out`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,
@@ -64,14 +68,15 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// Rotates the rows of a dense `x` as [`Angles::rotate`] does. `cos` and `sin` have one row per position and one column
-/// per pair of features. Every `repeats` consecutive rows of `x` have the same position.
+/// Rotates the rows (the last dimension) of a dense `x` as [`Angles::rotate`] does. `cos` and `sin` have one row per
+/// position and one column per pair of features. Every `repeats` consecutive rows of `x` have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;
     let rows = x.elem_count() / len.max(1);
     dispatch_float!(x.dtype(), ROPE.name, T => {
         let dtype = <<T as Elem>::Acc as WithDType>::DTYPE;
+        // Angles in the type of arithmetic.
         let table = |table: &Raw| contiguous(&cast(table, dtype)?);
         let y = read_all(ROPE.name, &[x, &table(cos)?, &table(sin)?], |operands| {
             let x = elements::<T>(operands[0])?;

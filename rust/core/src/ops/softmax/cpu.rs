@@ -10,7 +10,7 @@ use crate::{Result, dispatch_float};
 
 /// Softmax or log-softmax of one row.
 pub(super) trait RowFunction: Copy + Send + Sync + 'static {
-    /// Writes the result for the row `x` to `out`. `scratch` has the length of the row.
+    /// Writes the result for the row `x` to `out`. `scratch` has the length of the row; its values may be overwritten.
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]);
     /// Writes the gradient of the row `x` to `out`, from the result `y` and the gradient `g` of the result.
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]);
@@ -32,7 +32,7 @@ impl RowFunction for Softmax {
         }
     }
 
-    /// The gradient is y (g - Σ g y).
+    /// The gradient is y (g - Σ g y), with the sum over the row.
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let dot = rows::sum_pairs(y, g, |y: T, g: T| y.to_acc() * g.to_acc());
@@ -55,7 +55,7 @@ impl RowFunction for LogSoftmax {
         }
     }
 
-    /// The gradient is g - e^y Σ g.
+    /// The gradient is g - e^y Σ g, with the sum over the row.
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let sum = rows::sum(g, |g: T| g.to_acc());
@@ -65,7 +65,7 @@ impl RowFunction for LogSoftmax {
     }
 }
 
-/// `function` over the last dimension of a dense tensor.
+/// `function` over the last dimension of a dense tensor. `op` is the operation's name, for errors.
 pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) -> Result<Raw> {
     let len = x.dims()[x.rank() - 1];
     let rows = x.elem_count() / len.max(1);

@@ -1,5 +1,6 @@
-//! The forward pass of attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for
-//! one block of queries at a time. The backward pass uses the plain kernels.
+//! The forward pass of attention with heads too wide for the attention kernels that use tensor cores: matrix products
+//! around a softmax, for one block of queries at a time. The backward pass uses the plain kernels, those without tensor
+//! cores.
 
 use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
 
@@ -11,23 +12,26 @@ use crate::ops::softmax;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};
 
-/// Widest head of the tensor-core kernels.
+/// Widest head of the attention kernels that use tensor cores.
 const WIDEST: usize = 128;
 /// The most scores in memory at a time: 128 MiB in f32.
 const MOST_SCORES: usize = 1 << 25;
-/// The most elements (keys · value width) of a head's v that the `pairs` kernel can count.
+/// The most elements (keys · value width) of a head's v for the `pairs` kernel: it counts three times as many in 32
+/// bits.
 const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
     /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
-    /// every 64 columns of the result. False without keys, and for masked and causal attention, which only the plain
-    /// kernel supports at this width.
+    /// every 64 columns of the result. `width` is that of queries and keys, `value_width` that of values and the result.
+    /// False without keys, and for masked and causal attention, which only the plain kernel supports at this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
+        // `scores` is the shape of the scores, (..., queries, keys).
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
 
     /// Writes the result to `o`, and the log-sums (for each query, log Σ e^score over its keys) to `log_sums`, which is
-    /// dense. There must be at least one query and one key.
+    /// dense, (..., queries). There must be at least one query and one key. Shapes: `q` (..., queries, width), `k` (...,
+    /// keys, width), `v` (..., keys, value width), `o` (..., queries, value width).
     pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
         let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
         let gpu = Gpu::of(op, q)?;
@@ -40,7 +44,8 @@ impl Attention<'_> {
         let sums = output(op, log_sums)?;
         // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: for
         // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so
-        // the result has three matrices of the size of v, one below the other.
+        // the result has three matrices of the size of v, one below the other. With a multiple of 8 keys, `pairs` pads
+        // neither v nor the rows of the probabilities, so the two fit together.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =
@@ -59,6 +64,7 @@ impl Attention<'_> {
                 let scores = product(&q, &k.t()?, self.scale, score_dtype)?;
                 let arguments = LogsumexpForward {
                     x: input(op, &scores)?,
+                    // No copy rounded to another dtype.
                     y: Mut::NULL,
                     exact: sums.offset_by((head * queries + start) * score_dtype.size_in_bytes()),
                     rows: count as u64,
@@ -68,13 +74,15 @@ impl Attention<'_> {
                 unsafe { function.launch(op, gpu, Shape::rows(count, keys, score_dtype), arguments) }?;
                 let probs = softmax::cuda::forward("softmax", &scores)?;
                 let probs = if in_pairs { pairs(op, LEFT, &probs, keys)? } else { cast(&probs, dtype)? };
-                write_products(&[[&o.narrow(0, start, count)?, &probs, &v]], 1.0, false)?;
+                let (alpha, accumulate) = (1.0, false);
+                write_products(&[[&o.narrow(0, start, count)?, &probs, &v]], alpha, accumulate)?;
             }
         }
         Ok(())
     }
 
-    /// The matrix of a head in a tensor (..., rows, columns).
+    /// The matrix (rows, columns) of a head in a tensor (..., rows, columns). Heads are numbered in row-major order over
+    /// the leading dimensions.
     fn matrix(&self, tensor: &Raw, head: usize) -> Result<Raw> {
         let (mut matrix, mut rest) = (tensor.clone(), head);
         for (dim, &size) in self.scores[..self.scores.len() - 2].iter().enumerate().rev() {
