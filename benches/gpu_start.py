@@ -34,6 +34,7 @@ def first_step(started: float) -> None:
         started: the `time.time()` at which the parent process started this one.
     """
     imported = time.time()
+    # The first case of `gpu_sdxl.py` has batch 1 and no gradient checkpointing.
     step = gpu_sdxl.ours(gpu_sdxl.CASES[0], "cuda")
     tc.cuda.synchronize("cuda")
     built = time.time()

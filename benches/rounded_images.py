@@ -5,9 +5,10 @@ python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 The small SDXL that ships with the package learns the hearts of the package's demo, with a LoRA of
 rank 16 on the linear layers of its blocks, which are the layers that inference servers quantize. It
 learns in several ways: over an f32 base ("plain"), over an nf4 base ("on nf4"), and with
-quantization-aware training for each format ("qat FORMAT"). The losses are measured on hearts of
-another seed, for three forms of the trained model: the training base with the adapter unmerged
-("apart"), weights merged in f32 ("merged"), and these weights rounded to each format.
+quantization-aware training for each format of `rounded_training.GRIDS` ("qat FORMAT"). The losses
+are measured on hearts of another seed, for three forms of the trained model: the base as in
+training with the adapter unmerged ("apart"), weights merged in f32 ("merged"), and these weights
+rounded to each format.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class HeldOut:
         self._task = self._load()
         assert isinstance(self._task.family, PipelineFamily)
         self._family = self._task.family
+        # The held-out images are the task's only data; they have no validation part of their own.
         data = Split(self._family.dataset(str(dataset)), None)
         self._images = self._task.prepare(data, lambda _: None).train
 
@@ -56,6 +58,7 @@ class HeldOut:
         """Return the loss of a trained model whose adapter is not merged into its base."""
         assert isinstance(task, LatentTask)
         assert isinstance(task.family, PipelineFamily)
+        # The validation loss is that of the family's current model.
         self._family.model = task.family.model
         return self._images.validation_loss()
 
@@ -73,7 +76,7 @@ class HeldOut:
         with tempfile.TemporaryDirectory() as folder:
             merged = Path(folder, "merged")
             task = self._load()
-            factors = task.load_adapter(adapter, 1.0).named_parameters()
+            factors = task.load_adapter(adapter, scale=1.0).named_parameters()
             # The names of the adapted weights: those of the factors A without "lora_A".
             adapted = {name.replace("lora_A.", "") for name in factors}
             task.save_merged(merged)

@@ -72,7 +72,7 @@ def make(steps: int) -> State:
 
 
 def pixels(images: digits.Digits) -> tc.Tensor:
-    """Return the images as (N, 64), values from 0 to 1."""
+    """Return the N images of 8x8 pixels as (N, 64), values from 0 to 1."""
     return tc.tensor(images.pixels.reshape(-1, 64) / digits.MAX_PIXEL, dtype="f32")
 
 
@@ -110,10 +110,11 @@ def main(folder: Path) -> dict[str, tc.Tensor]:
     steps = EPOCHS * -(-len(train) // BATCH_SIZE)
 
     state = make(steps)
-    while state.epoch < EPOCHS // 2:
+    while state.epoch < EPOCHS // 2:  # `train_epoch` counts the epochs.
         train_epoch(state, data)
     state.save(folder / "checkpoint.safetensors")
 
+    # The second half starts from new objects, as a new process would.
     state = make(steps)
     state.load(folder / "checkpoint.safetensors")
     while state.epoch < EPOCHS:

@@ -1,4 +1,5 @@
-// Work on rows: wide access to neighbouring values, rows that stay in registers, sums over the threads of a row.
+// Work on the rows of a matrix: access to up to 16 bytes of neighbouring values at once, rows that stay in registers, sums over the threads
+// of a row. A pack is N neighbouring values (`Pack`). Values are widened to the type of arithmetic and narrowed back (`widen`, `narrow`).
 #pragma once
 
 #include <cstring>
@@ -6,7 +7,7 @@
 
 #include "element.cuh"
 
-// Whether all these addresses are multiples of 16, as 16-byte accesses require. A null pointer is one too.
+// Whether all these addresses are multiples of 16, as 16-byte accesses require. True for null pointers, too.
 template <typename... P> __device__ __forceinline__ bool are_wide(const P *...pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
@@ -64,7 +65,7 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(c
     return pack;
 }
 
-// Loads `N` values, widened for arithmetic, in accesses of up to 16 bytes. The address must be a multiple of the size of one access: for
+// Loads `N` values of type S, widened to A, in accesses of up to 16 bytes. The address must be a multiple of the size of one access: for
 // N = 1, it may be that of any element.
 template <typename S, typename A, int N> __device__ __forceinline__ void load_values(const S *from, A (&values)[N]) {
     constexpr int STEP = N < WIDE<S> ? N : WIDE<S>;

@@ -214,7 +214,8 @@ class Captured:
 
     def __init__(self, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> None:
         checked_inputs = _checked_inputs(function, static_inputs)
-        # Empty until the first call; then one entry, the structure of the function's last result.
+        # A list, so that `call_flat` can change it. Empty until the first call; then one entry, the
+        # structure of the function's last result. Replays do not call `call_flat`, so it stays.
         form: list[Any] = []
 
         def call_flat(*inputs: Tensor) -> list[Tensor]:
@@ -288,7 +289,7 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
 
 def _named(device: str | int) -> str:
-    """Return the name of a device: a number N means `cuda:N`, and a name is its own."""
+    """Return the name of a device: `cuda:N` for a number N; a name stays as it is."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     return f"cuda:{device}" if is_number else str(device)
 

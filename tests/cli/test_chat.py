@@ -12,6 +12,7 @@ from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 CHAT = ["chat", "--model", "causal-lm", "--device", "cpu", "--tokens", "4"]
 CONTEXT = 512  # the built-in model's, in tokens
+# The built-in model knows tasks on words, such as `upper: clavo`, whose answer is CLAVO.
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -34,8 +35,8 @@ def test_long_conversations_lose_their_oldest_turns(
     assert main([*CHAT, "--system", "be brief"]) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 4
-    # Each message has about 170 tokens, so two turns fit into the context. The third and the fourth
-    # prompt each leave out the oldest turn.
+    # A token is a byte. Each message has about 170 tokens, so two turns fit into the context. The
+    # third and the fourth prompt each leave out the oldest turn.
     assert printed.err == f"[the context has {CONTEXT} tokens: 1 oldest turn left out]\n" * 2
     last = prompts[-1]
     assert last[0] == "be brief"
@@ -86,13 +87,15 @@ def test_prompts_are_checked_before_the_model_loads(
     weights = tmp_path / "weights"
     shutil.copytree(BUILT_IN, weights)
     tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
-    # The model has room for one more token than the tokenizer: only <newer> is one too many.
+    # The model has 260 tokens, one more than the tokenizer. So <new> gets the id 259 and fits, and
+    # <newer>, with the id 260, is one too many.
     tokenizer.add_tokens(["<new>", "<newer>"])
     tokenizer.save(str(weights / "tokenizer.json"))
     monkeypatch.setattr(CausalLM, "model", property(lambda _: pytest.fail("the model is loaded")))
     adapter = tmp_path / "adapter.safetensors"
     adapter.write_bytes(b"")
     flags = ["--weights", str(weights), "--adapter", str(adapter), "--prompt", "a", "--prompt"]
+    # The arguments end with a flag. The test appends its value, the second prompt.
     arguments = [command, *CHAT[1:], *flags]
     assert main([*arguments, "a <newer>"]) == 2
     assert "has the token <newer> (260), and the model has 260 tokens" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The commands of the guides work. The test runs them with fewer steps and smaller images."""
+"""The commands in README.md and docs/sdxl.md work, with fewer steps and smaller images."""
 
 import re
 import shlex
@@ -37,7 +37,8 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
     ]
     assert len(commands) >= 3
     shutil.copytree(ROOT / "examples" / "photos", tmp_path / "images")
-    hearts.write_dataset(tmp_path / "demo-output" / "hearts" / hearts.DATASET, 0)
+    # The README also trains on the images that `make demo` draws.
+    hearts.write_dataset(tmp_path / "demo-output" / "hearts" / hearts.DATASET, seed=0)
     programs = {"train-lora": [*PROGRAM, "train"], "trainable-candle": PROGRAM}
     for command in commands:
         arguments = shlex.split(command)
@@ -57,6 +58,7 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
                 output = arguments[arguments.index("--output") + 1]
                 shutil.rmtree(tmp_path / output, ignore_errors=True)
         if "--prompt" in arguments:
+            # The command draws images; these are sampling steps.
             set_flag(arguments, "--steps", "2")
             if "--size" in arguments:
                 set_flag(arguments, "--size", "128x96")

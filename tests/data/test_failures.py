@@ -25,6 +25,8 @@ from trainable_candle.errors import DatasetError, FileError
 
 MakePictures = Callable[..., list[Path]]
 DISK = CacheOptions("disk")
+IDENTITY: dict[str, str] = {}
+"""The identity of the encoder: the same for all caches of these tests."""
 
 
 def load(folder: Path) -> Dataset:
@@ -41,7 +43,7 @@ def expect_whole(folder: Path, data: Dataset, count: int) -> None:
     """Assert that the cache has `count` entries, all whole, and that another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == count
     assert list(folder.rglob("*.partial")) == []
-    cache = LatentCache(data, encode, DISK, {}, folder=folder)
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=folder)
     assert str(cache.fill()) == f"{count} found, {len(data) - count} made"
     for batch in data.fixed_batches(1):
         expected = encode(data.pixels(batch.views[0])[None])["x"].numpy()
@@ -68,10 +70,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_vanished_image_ends_the_encoding_and_earlier_entries_remain(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
+    # 30 images of 64x64 px with the names 00.png to 29.png. They are encoded in this order.
     paths = pictures("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
     hidden = paths[25].rename(tmp_path / "hidden.png")
-    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
     with pytest.raises(DatasetError, match=r"25\.png: has vanished; leave the images alone"):
         cache.fill()
     hidden.rename(paths[25])
@@ -84,9 +87,10 @@ def test_an_image_that_changed_is_not_encoded_under_its_old_key(
     paths = pictures("a", *[(64, 64)] * 3)
     data = load(tmp_path / "a")
     Image.new("RGB", (64, 64), "red").save(paths[1])
-    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
     with pytest.raises(DatasetError, match=r"01\.png: has changed since it was checked"):
         cache.fill()
+    # The entry of the first image remains.
     expect_whole(tmp_path / "c", load(tmp_path / "a"), 1)
 
 
@@ -95,7 +99,7 @@ def test_a_full_disk_ends_the_encoding_and_earlier_entries_remain(
 ) -> None:
     pictures("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
-    cache = LatentCache(data, encode, DISK, {}, folder=small_disk)
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=small_disk)
     with pytest.raises(FileError, match="the cache cannot be written: No space left") as caught:
         cache.fill()
     assert str(caught.value).startswith(str(small_disk))
@@ -109,7 +113,7 @@ def test_a_full_disk_ends_the_encoding_and_earlier_entries_remain(
 def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *[(64, 64)] * 5)
     data = load(tmp_path / "a")
-    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     _, hard_limit = limits
     # This limit of the size of files, in bytes, is below the size of an entry.

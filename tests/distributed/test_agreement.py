@@ -109,7 +109,8 @@ def test_files_that_differ_are_reported_by_all(
     require_all_fail(run_ranks(arguments), f"rank 1 has other {what} than rank 0: {expected}")
 
 
-# The argument is the rank whose parameters change after step 3; -1: no rank.
+# The argument is the rank whose parameters change after step 3; -1: no rank. The program prints the
+# last step that it has done.
 TRAINING = """
 import sys
 
@@ -144,7 +145,7 @@ trainer = Trainer(
     tc.optim.AdamW(list(parameters.values()), lr=1e-3),
     BatchNumbers(),
     steps=9,
-    callbacks=[Fault(), SameParameters(group, 2)],
+    callbacks=[Fault(), SameParameters(group, moments=2)],
     group=group,
 )
 try:
@@ -157,8 +158,9 @@ group.close()
 
 def test_parameters_that_differ_end_the_run_at_the_next_comparison() -> None:
     found = run_ranks([["-c", TRAINING, "1"]] * 2)
+    # b has six values near 0.1, so its norm is about 0.24.
     require_all_fail(found, "after step 4, b differs between rank 1 (its norm is 0.2")
-    # The processes compare every two steps, and print the last step.
+    # The processes compare every two steps, so step 4 is the first comparison after the change.
     assert [output.strip() for _, output, _ in found] == ["4", "4"]
 
 
@@ -168,6 +170,7 @@ def test_parameters_that_stay_equal_do_not_end_the_run() -> None:
 
 
 def test_facts_that_one_process_lacks_are_reported() -> None:
+    # `differing` compares the facts of another process with those of rank 0.
     rank_0, other = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert differing(other, rank_0) == [
         "a is missing there and 1 on rank 0",

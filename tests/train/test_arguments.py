@@ -13,11 +13,13 @@ from trainable_candle.train.optimizers import make_optimizer, make_scheduler
 
 def optimizer_of(config: TrainConfig) -> tc.optim.Optimizer:
     """Return the optimizer of the settings for a variable of three elements."""
-    return make_optimizer(config, [([tc.Var(tc.ones(3))], 0.1)])
+    learning_rate = 0.1
+    return make_optimizer(config, [([tc.Var(tc.ones(3))], learning_rate)])
 
 
 def test_arguments_given_as_text_become_python_values() -> None:
     texts = ["eps=1e-6", "betas=0.9, 0.99", "Nesterov=True", "clip=none", "d-coef=(1, 2)", "n=3"]
+    # The first argument is the setting's name, for errors.
     assert parsed("x", texts) == {
         "eps": 1e-6, "betas": (0.9, 0.99), "Nesterov": True, "clip": None, "d_coef": (1, 2), "n": 3,
     }  # fmt: skip
@@ -26,7 +28,8 @@ def test_arguments_given_as_text_become_python_values() -> None:
 def values_after_steps(config: TrainConfig) -> list[float]:
     """Return the elements of a variable after three steps on the sum of their cubes."""
     v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
-    optimizer = make_optimizer(config, [([v], 0.1)])
+    learning_rate = 0.1
+    optimizer = make_optimizer(config, [([v], learning_rate)])
     for _ in range(3):
         optimizer.zero_grad()
         (v * v * v).sum().backward()
@@ -38,6 +41,7 @@ def test_arguments_reach_the_optimizer() -> None:
     settings: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 0.1}
     found = values_after_steps(TrainConfig(**settings, optimizer_args=["betas=0.5,0.7", "eps=0.1"]))
     v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
+    # A weight decay of 0.01 is the default of the settings.
     expected = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
     for _ in range(3):
         expected.zero_grad()
@@ -68,6 +72,7 @@ def test_arguments_reach_the_schedule() -> None:
         optimizer_of(config), total_steps=10, lr_end=0.05, power=2
     )
     expected.set_step(5)
+    # After half of the steps, the learning rate is no longer the initial 0.1.
     assert optimizer.group_lrs == expected.get_last_lr() != [0.1]
 
 

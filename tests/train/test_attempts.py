@@ -36,8 +36,8 @@ def attempt(
 ) -> list[str]:
     """Return the lines of the log about a run with the plan `first`.
 
-    Its attempts have the peaks `peaks`, in GiB. All but the last attempt run out of memory. A second
-    attempt has the plan `second`.
+    Its attempts have the peaks `peaks`, in GiB. All but the last attempt run out of memory. A
+    second attempt has the plan `second`.
     """
     lines: list[str] = []
     remaining = list(peaks)

@@ -1,6 +1,6 @@
-// The optimizer Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two sums from which
-// D, the estimate of the step size, is computed. The second (kernels/optim_whole.cu) computes D, and the third updates the parameters.
-// See rust/nn/src/optim/prodigy.
+// The optimizer Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two
+// sums from which D, the estimate of the step size, is computed. The second (kernels/optim_whole.cu) computes D, and the third updates the
+// parameters. See rust/nn/src/optim/prodigy.
 #pragma once
 
 #include "elements.cuh"

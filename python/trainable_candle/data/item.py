@@ -15,7 +15,9 @@ class Item:
     """An image, how it is fitted to a bucket, and the settings of its folder."""
 
     picture: Picture
+    """The image's file, size, caption and mask."""
     fit: Fit
+    """How the image is scaled and cropped to its bucket."""
     trigger: str
     """The tag that is put before the caption; empty for none."""
     loss_weight: float
@@ -24,11 +26,11 @@ class Item:
     repeats: float
     """How often the image occurs in an epoch, on average."""
     mask: str
-    """Where the image's mask comes from: `file`, `alpha`, or `off` for no mask."""
+    """The source of masks for the folder's images: `file`, `alpha` (the alpha channel) or `off`."""
 
     @property
     def has_mask(self) -> bool:
-        """Whether the image has a mask, and masks of its kind are used."""
+        """Whether the image has a mask of the kind that `mask` selects."""
         if self.mask == "alpha":
             return self.picture.transparent
         return self.mask == "file" and self.picture.mask is not None

@@ -40,7 +40,8 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
         DistributedError: the facts of a process differ from those of rank 0; all processes raise
             it, and the message names the first facts that differ. Or another process has failed.
     """
-    # Compare hashes first; send the facts, perhaps many file names, only if the hashes differ.
+    # `exchange` returns the messages of all processes, by rank. Compare hashes first; send the
+    # facts, perhaps many file names, only if the hashes differ.
     if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
         return
     mine = json.dumps(dict(facts)).encode()
@@ -86,17 +87,17 @@ class SameParameters(Callback):
             return
         mine = json.dumps(_sums(trainer.parameters)).encode()
         by_rank = [json.loads(message) for message in self._group.exchange(mine)]
-        first = by_rank[0]
+        of_rank_0 = by_rank[0]
         for rank, theirs in enumerate(by_rank):
             for name, var in trainer.parameters.items():
-                if not _close(theirs[name], first[name], var.numel()):
+                if not _close(theirs[name], of_rank_0[name], var.numel()):
                     raise DistributedError(
                         f"distributed: after step {report.step}, {name} differs between rank "
                         f"{rank} (its norm is {math.sqrt(theirs[name][1]):.9g}) and rank 0 "
-                        f"({math.sqrt(first[name][1]):.9g}): a GPU or a link has made an error, or "
-                        "a callback has changed the parameters of one process alone; continue "
-                        "with --resume latest; if it happens again, set NCCL_P2P_DISABLE=1 or "
-                        f"leave out the GPU of rank {rank}"
+                        f"({math.sqrt(of_rank_0[name][1]):.9g}): a GPU or a link has made an "
+                        "error, or a callback has changed the parameters of one process alone; "
+                        "continue with --resume latest; if it happens again, set "
+                        f"NCCL_P2P_DISABLE=1 or leave out the GPU of rank {rank}"
                     )
 
 
@@ -112,11 +113,12 @@ def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
     return dict(zip(parameters, pairs, strict=True))
 
 
-def _close(theirs: tuple[float, float], first: tuple[float, float], count: int) -> bool:
+def _close(theirs: tuple[float, float], of_rank_0: tuple[float, float], count: int) -> bool:
     """Return whether two pairs of sums over `count` values, as from `_sums`, are nearly equal."""
+    (their_sum, their_squares), (rank_0_sum, rank_0_squares) = theirs, of_rank_0
     # If values have both signs, their sum may be much smaller than its rounding error, which grows
-    # with the sum of the absolute values. By the Cauchy-Schwarz inequality, that sum is at most
-    # `scale`.
-    scale = math.sqrt(count * first[1])
-    same_sum = math.isclose(theirs[0], first[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
-    return same_sum and math.isclose(theirs[1], first[1], rel_tol=_TOLERANCE)
+    # with the sum of the absolute values. By the Cauchy-Schwarz inequality, the sum of the absolute
+    # values is at most `scale`.
+    scale = math.sqrt(count * rank_0_squares)
+    same_sum = math.isclose(their_sum, rank_0_sum, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
+    return same_sum and math.isclose(their_squares, rank_0_squares, rel_tol=_TOLERANCE)

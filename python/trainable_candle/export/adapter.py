@@ -91,6 +91,7 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
         ConfigError: the adapter of a layer is neither LoRA nor DoRA, or `family` is not known.
     """
     report = tc.verify_adapter(path, family, weights)
+    # Tensors that are no parameters of an adapter, and adapters of layers that the model lacks.
     foreign = [*report.others, *(m.module for m in report.modules if m.layer is None)]
     if foreign:
         raise WeightsFormatError(
@@ -151,7 +152,7 @@ def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
     """Return the shortest names that select the adapted layers and no others.
 
     They are the last parts of the adapted layers' names, such as `q_proj`, or the complete names if
-    the name of another layer ends in one of these parts.
+    the name of a layer that is not adapted ends in one of these parts.
 
     Args:
         adapted: the names of the adapted layers.

@@ -2,9 +2,9 @@
 //!
 //! Each storage is behind a lock. `Tensor::storage_and_layout`, the only access that candle exports, waits while
 //! another thread waits to write the storage. If two operands share a storage, the second access could wait for a
-//! thread that itself waits for the end of the first access: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage
-//! again while other threads wait to write it, and operations in place lock their storages in the order of the
-//! addresses. So kernels run inside custom operations, which this module makes from closures.
+//! thread that itself waits for the end of the first access: a deadlock. Candle's custom operations cannot deadlock: a
+//! thread may read a storage again while other threads wait to write it, and operations in place lock their storages in
+//! the order of the addresses. So kernels run inside custom operations, which this module makes from closures.
 
 use std::cell::Cell;
 
@@ -171,8 +171,8 @@ pub(crate) fn read_all<R>(
 }
 
 /// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages
-/// of all tensors. `before` are the storages of the tensors before `rest`, which the outer operations read. Candle passes at most three storages to one
-/// operation, so nesting is the way to read more.
+/// of all tensors. `before` are the storages of the tensors before `rest`, which the outer operations read. Candle
+/// passes at most three storages to one operation, so nesting is the way to read more.
 fn nest(
     op: &'static str,
     rest: &[&Raw],

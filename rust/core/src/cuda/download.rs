@@ -1,4 +1,4 @@
-//! Copies the values of tensors to the host.
+//! Copies the values of tensors on CUDA devices to the host.
 
 use candle_core::WithDType;
 use trainable_candle_cuda::download;
@@ -30,6 +30,7 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     // The host reads a tensor that is in its own memory without a copy by the device.
     if let Some(values) = mapped::read(OP, gpu, from, count) {
         let values = values?;
+        // Returns the error if a kernel has reported an id out of range.
         gpu.board().check()?;
         return Ok(values);
     }

@@ -10,8 +10,8 @@ use trainable_candle_cuda::kernels::{Arguments, Element, Kernel, Module};
 
 use crate::{Error, Result};
 
-/// Identifies a kernel's variant: the name of the module, the kernel's name, and the dtypes, which are the suffix of the
-/// variant's name.
+/// Identifies a kernel's variant: the name of the module, the kernel's name, and the dtypes, which are the suffix of
+/// the variant's name.
 type Name = (&'static str, &'static str, &'static [&'static str]);
 
 /// A kernel's variant for certain dtypes, loaded by the driver.

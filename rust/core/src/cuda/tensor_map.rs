@@ -1,4 +1,5 @@
-//! Tensor maps: descriptions of tensors for the copy engine (TMA) of compute capability 9.0.
+//! Tensor maps: descriptions of tensors for the copy engine (TMA) of compute capability 9.0. One copy takes a box of a
+//! tensor, or the same channels of several pixels of an image, into shared memory.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -53,7 +54,8 @@ impl Encoder {
         Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
     }
 
-    /// For a dense tensor: the strides in bytes of all dimensions but the first, then the bytes of the whole tensor.
+    /// For a dense tensor of `shape`, densest dimension first: the strides in bytes of all dimensions but the first,
+    /// then the bytes of the whole tensor.
     fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
         let mut bytes = self.size;
         shape.map(|size| {
@@ -98,6 +100,8 @@ impl Encoder {
         extent: [u32; N],
     ) -> Result<TensorMap> {
         debug_assert_eq!(distances.len() + 1, N);
+        // A box takes every element of its extent.
+        let element_strides = [1u32; N];
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: the arrays have the sizes that the driver expects for `N` dimensions, and the driver fills the map.
         unsafe {
@@ -109,7 +113,7 @@ impl Encoder {
                 shape.as_ptr(),
                 distances.as_ptr(),
                 extent.as_ptr(),
-                [1; N].as_ptr(),
+                element_strides.as_ptr(),
                 Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -119,8 +123,8 @@ impl Encoder {
         }
     }
 
-    /// A map of dense images with the sizes (batch, height, width, channels). A copy takes `pixels` base pixels and
-    /// `channels_at_once` channels of each.
+    /// A map of dense images; `image` has their sizes (batch, height, width, channels). A copy takes `pixels` base
+    /// pixels and `channels_at_once` channels of each.
     ///
     /// # Errors
     /// As [`strided`](Self::strided).
@@ -139,13 +143,14 @@ impl Encoder {
         // The driver expects (width, height).
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
         let (lower, upper) = (corner(windows.lower), corner(windows.upper));
+        let element_strides = [1, windows.stride[1], windows.stride[0], 1];
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: as in `strided`; for four dimensions, a corner has two numbers.
         unsafe {
             let status = cuTensorMapEncodeIm2col(
                 map.as_mut_ptr(),
                 self.element,
-                4,
+                shape.len() as u32,
                 start as *mut c_void,
                 shape.as_ptr(),
                 distances.as_ptr(),
@@ -153,7 +158,7 @@ impl Encoder {
                 upper.as_ptr(),
                 channels_at_once as u32,
                 pixels as u32,
-                [1, windows.stride[1], windows.stride[0], 1].as_ptr(),
+                element_strides.as_ptr(),
                 Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

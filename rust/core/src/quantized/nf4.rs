@@ -1,4 +1,5 @@
-//! NF4 as bitsandbytes stores it: a block may contain the end of one row and the beginning of the next, and the blocks'
+//! NF4, a format with codes of four bits for quantized weights, as bitsandbytes stores it. Each block of 64 elements in
+//! row-major order has a scale: a block may contain the end of one row and the beginning of the next, and the blocks'
 //! scales are quantized too.
 //!
 //! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
@@ -36,19 +37,23 @@ pub(super) const VALUES: [f32; 16] = [
     1.0,
 ];
 
-/// The values of the sixteen codes of NF4.
+/// Returns [`VALUES`], the values of the sixteen codes, to other crates.
 pub const fn values() -> [f32; 16] {
     VALUES
 }
 
-/// The values that the 8-bit codes of block scales represent.
-pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic_map(true));
+/// The values, in increasing order, that the 8-bit codes of block scales represent. They have both signs, because the
+/// mean of the scales is subtracted before they are quantized.
+pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| {
+    let signed = true;
+    create_dynamic_map(signed)
+});
 
 /// Number of blocks that a thread takes at a time.
 const GRAIN: usize = 256;
 
-/// The codes of `values`, two per byte, and the scales of the blocks, quantized if `nested`. `None` if a value is
-/// non-finite.
+/// The codes of `values`, two per byte with the first in the high bits, and the scales of the blocks, quantized if
+/// `nested`. `None` if a value is non-finite.
 pub(super) fn quantize(values: &[f32], nested: bool) -> Option<(Raw, Scales)> {
     let blocks = values.len().div_ceil(BLOCK);
     // The scale of a block is its largest magnitude.
@@ -84,9 +89,9 @@ fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     // other blocks are multiplied by the rounded reciprocal of the scale.
     let reciprocal = 1.0 / largest;
     let scaled = |x: f32| if block.len() < BLOCK { x / largest } else { x * reciprocal };
-    for (pair, code) in block.chunks(2).zip(codes) {
+    for (pair, byte) in block.chunks(2).zip(codes) {
         let second = pair.get(1).copied().map_or(0.0, scaled);
-        *code = nearest(scaled(pair[0])) << 4 | nearest(second);
+        *byte = nearest(scaled(pair[0])) << 4 | nearest(second);
     }
 }
 
@@ -96,7 +101,8 @@ fn nearest(x: f32) -> u8 {
     VALUES.windows(2).map(|pair| u8::from(x > (pair[0] + pair[1]) / 2.0)).sum()
 }
 
-/// Quantizes the scales of the blocks, which are the blocks' largest magnitudes.
+/// Quantizes the scales of the blocks, which are the blocks' largest magnitudes: subtracts their mean, the offset, and
+/// divides each group of [`NESTED`] differences by the group's largest magnitude.
 fn quantized_scales(largest: &[f32]) -> Scales {
     let sum: f64 = largest.iter().map(|&m| f64::from(m)).sum();
     let offset = (sum / largest.len().max(1) as f64) as f32;

@@ -1,4 +1,5 @@
-//! Adapter files of the library peft: `adapter_model.safetensors`, and beside it `adapter_config.json`, the configuration with the scales.
+//! Adapter files of the library peft: `adapter_model.safetensors`, and beside it `adapter_config.json`, the
+//! configuration with the scales.
 //!
 //! peft multiplies the change of every layer's weight by alpha / r. It does so even for a LoKr without a rank, whose
 //! two factors are full matrices. `LyCORIS`, and tools that read the files of `LyCORIS`, multiply a LoKr without a rank
@@ -64,9 +65,9 @@ impl Common {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // peft must make full matrices, too: its LoKr does so if r is large. The rank in the settings is 0 if the adapter
-        // was read from a file that does not store it. Then r is the largest dimension of the factors, which certainly
-        // gives full matrices.
+        // peft must make full matrices, too: its LoKr does so if r is large. The rank in the settings is 0 if the
+        // adapter was read from a file that does not store it. Then r is the largest dimension of the factors, which
+        // certainly gives full matrices.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
@@ -162,8 +163,8 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
         .collect();
     let largest = sizes.iter().map(|(_, size)| *size).max()?;
     let gives_sizes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
-    // peft takes the divisor of `inputs` nearest to the value. If a value above 2 · largest gives all sizes, 2 · largest
-    // does too.
+    // peft takes the divisor of `inputs` nearest to the value. If a value above 2 · largest gives all sizes, 2 ·
+    // largest does too.
     (2..=2 * largest).find(gives_sizes)
 }
 
@@ -254,8 +255,8 @@ pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Optio
     for (name, alpha) in get("alpha_pattern").and_then(Value::as_object).into_iter().flatten() {
         config.alpha_pattern.insert(name.clone(), alpha.as_f64()?);
     }
-    // peft's patterns are names or regular expressions, which match convolutions and linear layers alike, so it does not
-    // matter which of them the layer is.
+    // peft's patterns are names or regular expressions, which match convolutions and linear layers alike, so it does
+    // not matter which of them the layer is.
     let is_conv = false;
     Some(config.settings(layer, is_conv).ok()?.scale)
 }

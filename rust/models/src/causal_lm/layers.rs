@@ -1,4 +1,4 @@
-//! One layer of a decoder.
+//! One decoder layer of a language model: attention and a feed-forward network.
 
 use trainable_candle_core::ops::attention::{
     RotaryHeads, rotary_attention, scaled_dot_product_attention, varlen_attention,
@@ -22,6 +22,8 @@ const MLP_IN: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
 const MLP_OUT: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
 const MLP_NORM: &str = "post_attention_layernorm";
+/// Attention divides its scores by the square root of `head_dim`.
+const DEFAULT_SCALE: Option<f64> = None;
 
 /// A pre-norm decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 pub(super) struct DecoderLayer {
@@ -74,8 +76,9 @@ impl DecoderLayer {
     }
 
     /// The layer's result (N, D) for the hidden states `x (N, D)` of N tokens, with D = `hidden_size`. The cosines and
-    /// sines of the tokens' rotary angles are `cos` and `sin`, each (N, `head_dim` / 2). `cu_seqlens` has the bounds of
-    /// the packed texts.
+    /// sines of the tokens' rotary angles are `cos` and `sin`, each (N, `head_dim` / 2). The N tokens are those of one
+    /// or more packed texts. `cu_seqlens` has the bounds of the texts: text i has the tokens `cu_seqlens[i]` to
+    /// `cu_seqlens[i + 1]` - 1.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
         // `recomputed`: the tape does not keep the norm's result; the backward pass computes it again.
         let projected = self.projections.forward(&self.input_norm.forward(x)?.recomputed())?;
@@ -87,7 +90,7 @@ impl DecoderLayer {
             rotary_attention(all, rotary, cu_seqlens, self.window)?
         } else {
             let [q, k, v] = self.rotate(&projected, [cos, sin])?;
-            varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?
+            varlen_attention(&q, &k, &v, cu_seqlens, self.window, DEFAULT_SCALE)?
         };
         self.finish(x, &mixed)
     }
@@ -104,7 +107,7 @@ impl DecoderLayer {
         let [q, k, v] = self.project(x, [cos, sin])?;
         let text = |x: &Tensor| x.narrow(0, 0, text_tokens);
         let (keys, values) = (text(&k)?, text(&v)?);
-        let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
+        let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, DEFAULT_SCALE)?;
         let (padding, width) = (x.dims()[0] - text_tokens, q.dims()[2]);
         // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens, in all
         // query heads that share the key head, are the query rows of one attention.
@@ -113,7 +116,8 @@ impl DecoderLayer {
         let queries = q.narrow(0, text_tokens, padding)?.reshape(by_key_head)?.permute(&[1, 0, 2, 3])?;
         let queries = queries.reshape((self.kv_heads, padding * group, width))?;
         let (keys, values) = (keys.transpose(0, 1)?.contiguous()?, values.transpose(0, 1)?.contiguous()?);
-        let of_padding = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;
+        let (mask, is_causal) = (None, false);
+        let of_padding = scaled_dot_product_attention(&queries, &keys, &values, mask, is_causal, DEFAULT_SCALE)?;
         let of_padding = of_padding.reshape((self.kv_heads, padding, group, width))?.permute(&[1, 0, 2, 3])?;
         self.finish(x, &Tensor::cat(&[&mixed, &of_padding.reshape((padding, self.heads, width))?], 0)?)
     }
@@ -129,11 +133,14 @@ impl DecoderLayer {
     /// [`project`](Self::project).
     fn rotate(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(projected)?;
+        // Pair i of a head consists of the features i and i + head_dim / 2.
+        let interleaved = false;
         let rotate = |x: &Tensor, norm: Option<&RmsNorm>| {
+            // (heads, N, head_dim).
             let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
             let rotated = match norm {
-                Some(norm) => rms_norm_rope(&by_head, norm.weight.as_ref(), cos, sin, false, norm.eps),
-                None => rope(&by_head, cos, sin, false),
+                Some(norm) => rms_norm_rope(&by_head, norm.weight.as_ref(), cos, sin, interleaved, norm.eps),
+                None => rope(&by_head, cos, sin, interleaved),
             };
             rotated?.transpose(0, 1)
         };
@@ -178,6 +185,7 @@ impl DecoderLayer {
         // and of the keys.
         let (states, between, queries) = (tokens * dim, tokens * wide, tokens * self.out.in_features());
         let keys = queries / self.heads * self.kv_heads;
+        // Full checkpointing recomputes each layer alone.
         let recomputed_with_previous = false;
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.
@@ -187,7 +195,8 @@ impl DecoderLayer {
             saved.attention(tokens, tokens / 2, self.out.in_features());
             // Attention keeps queries, keys, values and its result.
             saved.keep(2 * queries + 2 * keys);
-            // The output projection keeps no input: its input is the result of attention, which attention keeps.
+            // The pairs in this closure are the values of the layers' input that the tape keeps, and the tokens. The
+            // output projection keeps no input: its input is the result of attention, which attention keeps.
             saved.linear(&self.out, (0, tokens));
             // The input of the second norm.
             saved.keep(states);

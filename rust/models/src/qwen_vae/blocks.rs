@@ -1,4 +1,5 @@
-//! The blocks of the encoder and the decoder of Qwen-Image's autoencoder. Feature maps are (batch, height, width, channels).
+//! The blocks of the encoder and the decoder of Qwen-Image's autoencoder. Feature maps are (batch, height, width,
+//! channels).
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNorm, Visitor, Weights};

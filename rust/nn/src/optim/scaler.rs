@@ -11,6 +11,8 @@ use super::guard::Guard;
 use super::stepper::Optimizer;
 
 const OP: &str = "GradScaler";
+/// The limit with which `clip` computes the norm of gradients and clips nothing.
+const NO_LIMIT: f64 = f64::INFINITY;
 
 /// The settings of a [`GradScaler`]; names and defaults are torch's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,7 +48,8 @@ pub struct GradScaler {
     /// The scale and the counter of steps with finite gradients. On CUDA, they must be on the device before a capture,
     /// because captured functions read them there.
     state: Fixed<State>,
-    /// What was done for each optimizer since the last update. The keys are the optimizers' ids.
+    /// What was done for each optimizer since the last call of [`update`](Self::update). The keys are the optimizers'
+    /// ids.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
@@ -69,8 +72,8 @@ enum State {
     Device(LossScale),
 }
 
-/// What was done for an optimizer since the last update: its gradients were unscaled, or [`GradScaler::step`] was
-/// called.
+/// What was done for an optimizer since the last call of [`GradScaler::update`]: its gradients were unscaled, or
+/// [`GradScaler::step`] was called.
 #[derive(Clone, Debug)]
 struct Stage {
     /// The largest magnitude of all gradients before they were unscaled, as a tensor of one element. It is non-finite
@@ -184,8 +187,9 @@ impl GradScaler {
         let vars = optimizer.vars();
         if let Some(device) = cuda_device(&vars) {
             let state = self.on_device(&device)?;
-            let norm = clip(OP, &vars, &device, f64::INFINITY, NormType::Inf)?.norm()?;
-            rescale(OP, &vars, None, Some(&state))?;
+            let norm = clip(OP, &vars, &device, NO_LIMIT, NormType::Inf)?.norm()?;
+            let clipping = None;
+            rescale(OP, &vars, clipping, Some(&state))?;
             self.set_stage(optimizer, Stage { norm: Tensor::from_raw(&norm), stepped: false });
             return Ok(());
         }
@@ -214,7 +218,7 @@ impl GradScaler {
         }
         if let (None, Some(device)) = (self.stage(optimizer), cuda_device(&optimizer.vars())) {
             let state = self.on_device(&device)?;
-            let norm = clip(OP, &optimizer.vars(), &device, f64::INFINITY, NormType::Inf)?.norm()?;
+            let norm = clip(OP, &optimizer.vars(), &device, NO_LIMIT, NormType::Inf)?.norm()?;
             let norm = Tensor::from_raw(&norm);
             optimizer.step_guarded(Guard { norm: Some(&norm), loss_scale: Some(&state) })?;
             self.set_stage(optimizer, Stage { norm, stepped: true });

@@ -1,4 +1,4 @@
-//! CLIP's text encoder.
+//! The Python classes of CLIP's text encoder and of its results.
 
 use std::sync::Arc;
 
@@ -42,6 +42,7 @@ impl CLIPTextModel {
     fn __call__(&self, py: Python<'_>, input_ids: Argument<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
         let input_ids = input_ids.get("CLIPTextModel", "input_ids")?;
         let ids = &input_ids.0;
+        // `detached` releases the GIL; gradients are not affected.
         detached(py, || self.0.forward(ids)).map(TextFeatures)
     }
 }

@@ -24,8 +24,11 @@ impl Euler {
     /// # Errors
     /// Those of [`SamplerKind::start`](super::SamplerKind::start).
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
+        // The noise levels of all timesteps of training.
         let all = schedule.sigmas();
-        let mut timesteps = grid::spaced(schedule, steps, steps)?;
+        // The timesteps of all steps, without the end of the last step.
+        let count = steps;
+        let mut timesteps = grid::spaced(schedule, count, steps)?;
         let mut sigmas = grid::sigmas_at(&all, &timesteps);
         if karras {
             sigmas = grid::karras(sigmas[0], sigmas[steps - 1], steps);
@@ -35,6 +38,7 @@ impl Euler {
             TimestepSpacing::Leading => sigmas[0].hypot(1.0),
             TimestepSpacing::Linspace | TimestepSpacing::Trailing => sigmas[0],
         };
+        // The last step ends without noise.
         sigmas.push(0.0);
         Ok(Self { prediction: schedule.prediction_type(), timesteps, sigmas, init_sigma })
     }
@@ -63,9 +67,13 @@ impl Sampler for Euler {
         let (output, x) = checked(model_output, x)?;
         let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
         if self.prediction == PredictionType::Epsilon {
+            // x + (next - sigma) · output.
             return combined(1.0, &x, next - sigma, &output);
         }
-        let data = denoised(self.prediction, &x, &output, 1.0, sigma)?;
+        // x = signal · data + sigma · noise.
+        let signal = 1.0;
+        let data = denoised(self.prediction, &x, &output, signal, sigma)?;
+        // next / sigma · x + (1 - next / sigma) · data.
         combined(next / sigma, &x, 1.0 - next / sigma, &data)
     }
 }

@@ -31,8 +31,8 @@ pub struct Angles<'a, R> {
 
 impl<R: Real> Angles<'_, R> {
     /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back` (in the backward
-    /// pass). `x` and `out` are this row alone. `read` converts an element of `x`; `write` stores a result in an element
-    /// of `out`.
+    /// pass). `x` and `out` are this row alone. `read` converts an element of `x`; `write` stores a result in an
+    /// element of `out`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,

@@ -23,7 +23,7 @@ use super::slots::Slots;
 use super::state::{Group, Parameter, StatePlace};
 use master::DeviceMaster;
 use step::{Groups, Known, Member, STATE_BLOCK, Table};
-use transfer::{host_zeros, overwrite, place_in, state_buffer, to_device};
+use transfer::{copy_state_into, host_zeros, overwrite, state_buffer, to_device};
 use whole::{Call, Extent, WholeTable};
 
 pub(super) use gradient::{Clip, LossScale, scale_gradients};
@@ -242,7 +242,7 @@ impl OnDevice {
                 let mut host = host_zeros(buffer.dtype(), buffer.elem_count());
                 for (place, parameter) in &with_states {
                     let start = entries(spec.kind, place.blocks[number] as usize);
-                    place_in(&mut host, &parameter.states[number].data, start);
+                    copy_state_into(&mut host, &parameter.states[number].data, start);
                 }
                 overwrite(buffer, |part| to_device(&host, part, buffer.device()))?;
             }

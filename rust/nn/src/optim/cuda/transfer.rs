@@ -9,9 +9,9 @@ use trainable_candle_core::{DType, Device, Raw, Result};
 
 use crate::optim::state::{Number, StateData, StatePlace};
 
-/// Copies `data`, a state of one variable, into `all` from element `start` on. `all` holds this state of all variables,
-/// each padded to a multiple of the block size.
-pub(super) fn place_in(all: &mut StateData, data: &StateData, start: usize) {
+/// Copies `data`, a state of one variable, into `all` from element `start` on. `all`, in host memory, holds this state
+/// of all variables, each padded to whole blocks of `STATE_BLOCK` elements.
+pub(super) fn copy_state_into(all: &mut StateData, data: &StateData, start: usize) {
     match (all, data) {
         (StateData::BF16(all), StateData::BF16(data)) => all[start..start + data.len()].copy_from_slice(data),
         (StateData::F32(all), StateData::F32(data)) => all[start..start + data.len()].copy_from_slice(data),

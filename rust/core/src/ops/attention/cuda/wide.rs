@@ -22,16 +22,17 @@ const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
     /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
-    /// every 64 columns of the result. `width` is that of queries and keys, `value_width` that of values and the result.
-    /// False without keys, and for masked and causal attention, which only the plain kernel supports at this width.
+    /// every 64 columns of the result. `width` is that of queries and keys, `value_width` that of values and the
+    /// result. False without keys, and for masked and causal attention, which only the plain kernel supports at this
+    /// width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         // `scores` is the shape of the scores, (..., queries, keys).
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
 
-    /// Writes the result to `o`, and the log-sums (for each query, log Σ e^score over its keys) to `log_sums`, which is
-    /// dense, (..., queries). There must be at least one query and one key. Shapes: `q` (..., queries, width), `k` (...,
-    /// keys, width), `v` (..., keys, value width), `o` (..., queries, value width).
+    /// Writes the result to `o`, and the log-sums (for each query, log Σ e^score over its keys) to `log_sums`, which
+    /// is dense, (..., queries). There must be at least one query and one key. Shapes: `q` (..., queries, width), `k`
+    /// (..., keys, width), `v` (..., keys, value width), `o` (..., queries, value width).
     pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
         let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
         let gpu = Gpu::of(op, q)?;
@@ -81,8 +82,8 @@ impl Attention<'_> {
         Ok(())
     }
 
-    /// The matrix (rows, columns) of a head in a tensor (..., rows, columns). Heads are numbered in row-major order over
-    /// the leading dimensions.
+    /// The matrix (rows, columns) of a head in a tensor (..., rows, columns). Heads are numbered in row-major order
+    /// over the leading dimensions.
     fn matrix(&self, tensor: &Raw, head: usize) -> Result<Raw> {
         let (mut matrix, mut rest) = (tensor.clone(), head);
         for (dim, &size) in self.scores[..self.scores.len() - 2].iter().enumerate().rev() {
