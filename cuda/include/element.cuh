@@ -1,7 +1,7 @@
 // Shared code of all kernels: element types with their arithmetic type, wide loads and stores, sums over a warp and a block.
 //
 // Conventions of this folder:
-// - a kernel begins with `follow()` or `follow_after(...)`;
+// - a kernel begins with `follow()` or `follow_after(...)` (follow.cuh), which wait until earlier work of the stream is complete;
 // - a kernel is `extern "C"` and named `<operation>_<part>_<dtype>`, with one or several dtypes such as f32, f64, f16 and bf16;
 // - f16 and bf16 are storage formats: arithmetic and accumulation are in f32 (f64 for f64);
 // - tensors are dense and row-major unless a function takes strides; sizes of one dimension are `uint32_t`, counts of elements

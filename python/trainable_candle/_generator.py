@@ -30,7 +30,10 @@ class Generator:
     _entered: ClassVar[list[Generator]] = []
     """The generators of open `with` blocks; the last one replaces the library's generator."""
     _library: ClassVar[tuple[int, int]] = (0, 0)
-    """The state of the library's own generator while any `with` block is open."""
+    """The state of the library's own generator while any `with` block is open.
+
+    A state is a seed and a position in the seed's stream.
+    """
 
     def __init__(self, device: str = "cpu") -> None:
         del device
@@ -45,12 +48,12 @@ class Generator:
             ArgumentError: If the seed is out of range.
         """
         # Seed the library's generator for a moment: this checks the seed and gives the state.
-        before = _core.get_rng_state()
+        state_in_use = _core.get_rng_state()
         try:
             _core.manual_seed(seed)
             state = _core.get_rng_state()
         finally:
-            _core.set_rng_state(before)
+            _core.set_rng_state(state_in_use)
         return self.set_state(state)
 
     def initial_seed(self) -> int:
@@ -84,8 +87,8 @@ class Generator:
         """Continue with the generator of the enclosing `with` block, or with the library's."""
         self._save_state_in_use()
         self._entered.pop()
-        outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
-        _core.set_rng_state(outside)
+        enclosing = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
+        _core.set_rng_state(enclosing)
 
     def _is_in_use(self) -> bool:
         """Return whether the innermost `with` block is one of this generator."""

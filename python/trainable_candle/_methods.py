@@ -3,7 +3,7 @@
 For type checkers, `ComposedMethods` is a base class of `Tensor`; at run time, `attach` adds its
 methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host.
 Gradients flow through a method if they do so in torch. The exceptions are `sign`, `floor`, `ceil`
-and `round`, whose gradients would be zero.
+and `round`, whose gradients would be zero. `own(self)` is `self`, which it types as a tensor.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ class ComposedMethods:
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
-        # Only small values go through i64, which has neither large nor non-finite ones.
+        # Only small values go through i64, which has neither large nor non-finite ones. A value
+        # whose magnitude is at least `integers_from(tensor)` is an integer or non-finite.
         is_small = (tensor.abs() < integers_from(tensor)).to(tensor.dtype)
         truncated = (tensor * is_small).to("i64").to(tensor.dtype)
         down = truncated - (truncated > tensor).to(tensor.dtype)
@@ -335,11 +336,11 @@ class ComposedMethods:
             ArgumentError: If the tensor lacks the dimension, or k is not from 0 to its size.
         """
         x = own(self)
-        place = dim_index("topk", x.shape, dim)
-        if not 0 <= k <= x.shape[place]:
-            raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[place]}")
-        order = order_of("topk", x, place, descending=largest).narrow(place, 0, k).contiguous()
-        return Sorted(x.gather(place, order), order)
+        axis = dim_index("topk", x.shape, dim)
+        if not 0 <= k <= x.shape[axis]:
+            raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[axis]}")
+        order = order_of("topk", x, axis, descending=largest).narrow(axis, 0, k).contiguous()
+        return Sorted(x.gather(axis, order), order)
 
     # Selection and repetition.
 
@@ -352,7 +353,7 @@ class ComposedMethods:
         return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
-        """Repeat along every dimension as often as its size says.
+        """Repeat along every dimension as often as `sizes` says for it.
 
         More sizes than dimensions make new dimensions in front.
 
@@ -390,8 +391,8 @@ class ComposedMethods:
         """Reverse the order of elements along dimensions."""
         x = own(self)
         for dim in sizes_of(dims):
-            place = dim_index("flip", x.shape, dim)
-            x = x[(slice(None),) * place + (slice(None, None, -1),)]
+            axis = dim_index("flip", x.shape, dim)
+            x = x[(slice(None),) * axis + (slice(None, None, -1),)]
         return x
 
     def roll(self, shifts: int, dims: int | None = None) -> Tensor:
@@ -399,19 +400,19 @@ class ComposedMethods:
         x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
-        place = dim_index("roll", x.shape, dims)
-        size = x.shape[place]
+        axis = dim_index("roll", x.shape, dims)
+        size = x.shape[axis]
         moved = shifts % size if size else 0
         if not moved:
             return x
-        parts = [x.narrow(place, size - moved, moved), x.narrow(place, 0, size - moved)]
-        return _core.cat(parts, place)
+        parts = [x.narrow(axis, size - moved, moved), x.narrow(axis, 0, size - moved)]
+        return _core.cat(parts, axis)
 
     def unbind(self, dim: int = 0) -> list[Tensor]:
         """Return the slices along a dimension, each without that dimension."""
         x = own(self)
-        place = dim_index("unbind", x.shape, dim)
-        return [x.narrow(place, n, 1).squeeze(place) for n in range(x.shape[place])]
+        axis = dim_index("unbind", x.shape, dim)
+        return [x.narrow(axis, n, 1).squeeze(axis) for n in range(x.shape[axis])]
 
     def tril(self, diagonal: int = 0) -> Tensor:
         """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero.
@@ -431,11 +432,12 @@ class ComposedMethods:
         Gradients flow to this tensor and to `src`.
         """
         x = own(self)
-        place = dim_index("scatter", x.shape, dim)
+        axis = dim_index("scatter", x.shape, dim)
         targets = np.indices(index.shape)
-        targets[place] = index.numpy()
+        targets[axis] = index.numpy()
         flat = np.ravel_multi_index(tuple(targets.reshape(x.ndim, -1)), x.shape)
-        # Per element of the flattened result: whether it is from `src`, and from which element.
+        # `is_set` and `sources` have one number for each element of the flattened result: whether it
+        # is from `src`, and from which element. `flat` has the positions of the set elements.
         is_set = np.zeros(x.numel(), np.uint8)
         is_set[flat] = 1
         condition = _core.tensor(is_set.reshape(x.shape), device=x.device)
@@ -446,6 +448,7 @@ class ComposedMethods:
             return _core.where(condition, x, x)
         sources = np.zeros(x.numel(), np.int64)
         sources[flat] = np.arange(flat.size)
+        # As in torch, `src` may be larger than `index`; the rest of it is not used.
         values = src[tuple(slice(0, size) for size in index.shape)].reshape((-1,))
         picked = values.index_select(0, _core.tensor(sources, device=x.device)).reshape(x.shape)
         return _core.where(condition, picked, x)
@@ -453,7 +456,7 @@ class ComposedMethods:
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set elements of a variable, on the host; other tensors do not change.
+        """Set elements of a variable, on the host; elements of other tensors cannot be set.
 
         Raises:
             TypeError: If this tensor is not a variable.
@@ -491,4 +494,5 @@ def attach() -> None:
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():
             if name not in _NOT_METHODS:
+                # `explained`: the messages of the method's errors begin with its name.
                 setattr(target, name, explained(member) if isfunction(member) else member)

@@ -16,6 +16,7 @@ ADAPTER = {"r": 4, "lora_alpha": 4.0, "target_modules": ["all-linear"]}
 
 
 def facts_of(folder: Path) -> tc.PartFacts:
+    """The facts of the only model in a folder."""
     return next(iter(tc.inspect(folder).parts.values()))
 
 
@@ -64,6 +65,7 @@ def test_recomputing_some_streamed_blocks_changes_no_gradient(
     expected = prediction_and_gradients(family, load(family, quantize=quantize))
     facts = facts_of(family.folder / "transformer")
     for count in counts_up_to(facts.blocks_to_checkpoint):
+        # `facts.blocks`: all blocks that can be streamed from host memory.
         model = load(family, quantize=quantize, stream_blocks=facts.blocks)
         model.enable_gradient_checkpointing("full", blocks=count)
         assert_equal(prediction_and_gradients(family, model), expected)
@@ -71,12 +73,15 @@ def test_recomputing_some_streamed_blocks_changes_no_gradient(
 
 @pytest.mark.parametrize("streamed", [0, 5])
 def test_recomputing_some_blocks_of_a_unet_changes_no_gradient(streamed: int) -> None:
-    """A UNet recomputes stretches of nested blocks. The last one ends at block `count`."""
+    """The transformers in a UNet recompute several of their blocks at a time.
+
+    With some values of `count`, the last recomputed block is in the middle of a transformer.
+    """
     folder = GOLDEN / "sdxl" / "unet"
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
 
-    def prediction_and_gradients(count: int | None) -> list[np.ndarray]:
+    def unet_results(count: int | None) -> list[np.ndarray]:
         tc.manual_seed(0)
         unet = SDXLUNet.from_pretrained(folder, dtype="f32", stream_blocks=streamed)
         adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"]))
@@ -86,9 +91,9 @@ def test_recomputing_some_blocks_of_a_unet_changes_no_gradient(streamed: int) ->
         mse_loss(y, tc.ones(y.shape)).backward()
         return [y.numpy(), *(gradient(var) for var in adapter.parameters())]
 
-    expected = prediction_and_gradients(None)
+    expected = unet_results(None)
     for count in range(1, facts_of(folder).blocks_to_checkpoint + 1):
-        assert_equal(prediction_and_gradients(count), expected)
+        assert_equal(unet_results(count), expected)
 
 
 def test_recomputing_some_blocks_of_a_language_model_changes_no_gradient() -> None:
@@ -98,6 +103,7 @@ def test_recomputing_some_blocks_of_a_language_model_changes_no_gradient() -> No
         adapter = model.add_adapter(tc.LoraConfig(**ADAPTER))
         if count is not None:
             model.enable_gradient_checkpointing("full", blocks=count)
+        # Two texts of 24 tokens; the ids are below the size of the vocabulary.
         ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
         loss = model.loss(ids, ids)
         loss.backward()
@@ -110,7 +116,7 @@ def test_recomputing_some_blocks_of_a_language_model_changes_no_gradient() -> No
 
 def test_a_model_holds_less_the_more_blocks_it_recomputes() -> None:
     family = FAMILIES["flux"]
-    held = []
+    held = []  # bytes saved for the backward pass, for each number of recomputed blocks
     for count in range(1, facts_of(family.folder / "transformer").blocks_to_checkpoint + 1):
         model = load(family)
         model.add_adapter(tc.LoraConfig(**ADAPTER))

@@ -26,7 +26,7 @@ impl Pinned {
     pub fn new(size: usize) -> Result<Self, Status> {
         let mut address = std::ptr::null_mut();
         if size > 0 {
-            // SAFETY: the signature is the driver's.
+            // SAFETY: the signature is the driver's. The last argument means no flags.
             check(unsafe { driver::cuMemHostAlloc(&raw mut address, size, 0) })?;
             // SAFETY: the driver has allocated `size` bytes at `address`.
             unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, size) };
@@ -105,12 +105,12 @@ pub fn unregister(address: NonNull<u8>) {
 }
 
 /// The smallest and the largest number of bytes that [`pinnable`] allocates at once. The first allocation has the
-/// smallest size. A result below `wanted` may be too small by up to this size.
+/// smallest size.
 const STEPS: [usize; 2] = [64 << 20, 1 << 30];
 
 /// How many bytes, up to `wanted`, the driver can pin in this process now. The function allocates pinned memory in
-/// growing steps, then frees all of it. A result below `wanted` may be up to 64 MiB too small. A device must be current
-/// on this thread.
+/// growing steps, then frees all of it. A result below `wanted` may be too small by up to the smallest step, 64 MiB. A
+/// device must be current on this thread.
 ///
 /// # Errors
 /// The driver's error, unless it means that this memory cannot be pinned.
@@ -120,7 +120,7 @@ pub fn pinnable(wanted: usize) -> Result<usize, Status> {
     while found < wanted {
         let bytes = step.min(wanted - found);
         let mut address = std::ptr::null_mut();
-        // SAFETY: the signature is the driver's.
+        // SAFETY: the signature is the driver's. The last argument means no flags.
         match check(unsafe { driver::cuMemHostAlloc(&raw mut address, bytes, 0) }) {
             Ok(()) => {
                 // Freed on drop; nothing reads the bytes, so they are not set to zero.

@@ -1,4 +1,8 @@
-"""Settings of training on several GPUs."""
+"""Settings of training on several GPUs.
+
+The short help omits settings that are `rare`. A resumed run with another value of a `free` setting
+still repeats the earlier run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ REDUCTIONS: Final = ("f32", "bf16")
 
 
 def _wrong_gpus(config: Any) -> str | None:
-    """Return what is wrong with `gpus`; None if it is valid or not set."""
+    """Return what is wrong with `gpus`; None if it is valid or not set.
+
+    One number is how many GPUs train; several numbers are the indices of these GPUs.
+    """
     text = config.gpus
     if text is None or text == "all":
         return None

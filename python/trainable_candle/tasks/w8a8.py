@@ -1,4 +1,4 @@
-"""Switches on products of 8-bit codes (W8A8) within a context."""
+"""Switches on W8A8, products of 8-bit codes of weights and activations, within a context."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def multiplying_codes(config: Machine) -> Iterator[None]:
     this context. Loading and the estimate need it too, because some models quantize fewer layers
     with `w8a8`.
     """
-    before = tc.get_w8a8()
-    tc.set_w8a8(before or config.w8a8)
+    was_on = tc.get_w8a8()
+    tc.set_w8a8(was_on or config.w8a8)
     try:
         yield
     finally:
-        tc.set_w8a8(before)
+        tc.set_w8a8(was_on)

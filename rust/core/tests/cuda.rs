@@ -1,4 +1,4 @@
-//! Compares the results of all cases of the registry on a CUDA device with those on the CPU in f64, and tests what only
+//! Compares the results of all cases of the registry of operations on a CUDA device with those on the CPU in f64, and tests what only
 //! the CUDA code has. All tests but `registry_runs_on_cuda` need a GPU. The command is
 //! `cargo test --features cuda --test cuda -- --ignored --test-threads 1`.
 #![cfg(feature = "cuda")]
@@ -30,6 +30,7 @@ mod products;
 mod sharing;
 #[path = "cuda/varlen.rs"]
 mod varlen;
+// Helpers: fixed inputs for a case (`draw`), its value and gradients, comparison within a tolerance (`close`).
 mod walk;
 
 fn gpu() -> Result<Device> {
@@ -64,6 +65,7 @@ fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
             let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
             (case.run)(&views)
         };
+        // Contiguous tensors whose transposed views, which the operation reads, have the shapes of the case's inputs.
         let turned =
             text(inputs.iter().map(|t| turned_view(t).and_then(|v| v.contiguous())).collect::<Result<Vec<_>>>())?;
         let (_, found) = text(value_and_gradients(&through_views, &turned)).map_err(about)?;
@@ -114,10 +116,10 @@ fn registry_on_cuda_equals_the_cpu() {
     for_all_cases(|_, case| check(case, &device));
 }
 
-/// Run `check` on every case and report all failures at once.
-fn for_all_cases(check: impl Fn(&str, &Case) -> std::result::Result<(), String>) {
+/// Run `test` on every case and report all failures at once.
+fn for_all_cases(test: impl Fn(&str, &Case) -> std::result::Result<(), String>) {
     let failures: Vec<String> = all_cases()
-        .filter_map(|(name, case)| check(name, &case).err().map(|e| format!("{name} ({}): {e}", case.label)))
+        .filter_map(|(name, case)| test(name, &case).err().map(|e| format!("{name} ({}): {e}", case.label)))
         .collect();
     assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
 }
@@ -136,7 +138,8 @@ fn results_and_gradients_on_cuda_do_not_follow_variables_that_change() {
 #[ignore = "needs a CUDA device"]
 fn checkpointed_functions_on_cuda_take_computed_tensors() {
     let device = gpu().unwrap();
-    for_all_cases(|_, case| computed::checkpoints_take_computed_tensors(case, &device, 1e-6));
+    let tolerance = 1e-6;
+    for_all_cases(|_, case| computed::checkpoints_take_computed_tensors(case, &device, tolerance));
 }
 
 #[test]
@@ -161,12 +164,13 @@ fn random_numbers_equal_those_of_the_cpu() {
             let numbers = |device: &Device| {
                 rng::manual_seed(11);
                 // `parameters`: the mean and the standard deviation, or the bounds of a uniform distribution.
-                let draw = |parameters: [f64; 2], count: usize, dtype| {
+                let random = |parameters: [f64; 2], count: usize, dtype| {
                     let distribution = if normal { rng::normal } else { rng::uniform };
                     distribution(parameters[0], parameters[1], &count.into(), dtype, device)
                 };
-                let first = draw([-0.5, 2.0], count, DType::F32).unwrap();
-                let second = draw([0.0, 1.0], 5, DType::F64).unwrap();
+                let first = random([-0.5, 2.0], count, DType::F32).unwrap();
+                // The second draw shows that the first one has advanced the generator equally on both devices.
+                let second = random([0.0, 1.0], 5, DType::F64).unwrap();
                 [to_f64_vec(&first).unwrap(), to_f64_vec(&second).unwrap()].concat()
             };
             close("numbers", &numbers(&device), &numbers(&Device::Cpu), 1e-6).unwrap();
@@ -211,6 +215,7 @@ fn large_and_odd_shapes_equal_the_cpu() {
 fn memory_is_counted_and_running_out_is_an_error_that_leaves_the_device_usable() {
     let device = gpu().unwrap();
     let before = device::memory_stats(&device).unwrap();
+    // 64 Mi elements of four bytes.
     let held = Tensor::zeros(64 << 20, DType::F32, &device).unwrap();
     device::reset_peak_memory_stats(&device).unwrap();
     let during = device::memory_stats(&device).unwrap();
@@ -242,7 +247,7 @@ fn tensors_on_two_devices_are_an_error() {
     assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
 }
 
-/// Multiples of 1/64 in [-1, 1), which every dtype represents exactly.
+/// Multiples of 1/64 in [-1, 1), which every dtype represents exactly. Another `seed` gives other values.
 fn exact(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f64 / 64.0 - 1.0;
     let values = Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &Device::Cpu);
@@ -256,29 +261,29 @@ fn exact(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
 fn many_products_in_one_call_equal_those_of_the_cpu() {
     let run = |device: &Device, dtype: DType, has_f32_results: bool| -> Vec<Vec<f64>> {
         let raw = |dims: &[usize], seed: usize| exact(dims, seed, dtype, device).raw().clone();
-        let to = if has_f32_results && dtype != DType::F64 { DType::F32 } else { dtype };
-        let sum = exact(&[5, 33], 90, to, device).raw().clone();
+        let result_dtype = if has_f32_results && dtype != DType::F64 { DType::F32 } else { dtype };
+        let sum = exact(&[5, 33], 90, result_dtype, device).raw().clone();
         let mut all = Vec::new();
         let mut add = |a: Raw, b: Raw, alpha, to| all.push(Product { a, b, alpha, to });
         for seed in 0..200 {
-            add(raw(&[5, 64], seed), raw(&[64, 33], seed + 1), 0.5, Destination::New(to));
+            add(raw(&[5, 64], seed), raw(&[64, 33], seed + 1), 0.5, Destination::New(result_dtype));
         }
         for seed in 0..7 {
             add(raw(&[64, 5], seed).t().unwrap(), raw(&[64, 33], seed), 1.0, Destination::Sum(sum.clone()));
             let other = raw(&[33, 64], seed).t().unwrap();
-            add(raw(&[5, 64], seed), other, 2.0, Destination::New(to));
+            add(raw(&[5, 64], seed), other, 2.0, Destination::New(result_dtype));
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
-        add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
+        add(strided, raw(&[64, 33], 4), 0.5, Destination::New(result_dtype));
         // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes, the address of the
         // factor's first element is a multiple of 8 bytes but not of 16.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
-            add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
+            add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(result_dtype));
         }
-        add(raw(&[5, 0], 3), raw(&[0, 33], 4), 0.5, Destination::New(to));
-        add(raw(&[0, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
-        add(raw(&[3, 5, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
+        add(raw(&[5, 0], 3), raw(&[0, 33], 4), 0.5, Destination::New(result_dtype));
+        add(raw(&[0, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(result_dtype));
+        add(raw(&[3, 5, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(result_dtype));
         products(&all).unwrap().iter().map(|result| to_f64_vec(result).unwrap()).collect()
     };
     let device = gpu().unwrap();
@@ -293,7 +298,8 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
     }
 }
 
-/// LoRA layers whose f32 factors lie in one flat buffer, in a model that computes in f32, f16 or bf16.
+/// LoRA layers whose f32 factors lie in one flat buffer, in a model that computes in f32, f16 or bf16. The gradients
+/// add up over two backward passes and one call of `lora_backward_`.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {

@@ -40,6 +40,7 @@ mod tests {
         let found = format(&["blocks.0.qkv.bias", "blocks.0.qkv.qweight", "blocks.0.qkv.wscales"]);
         assert_eq!(found, Some(("blocks.0.qkv.wscales".to_owned(), "SVDQuant (Nunchaku)")));
         assert_eq!(format(&["layers.0.weight_scale_2"]).map(|(_, format)| format), Some("NVFP4"));
+        // Scales of 8-bit weights and of bitsandbytes' NF4, which are supported.
         assert_eq!(
             format(&["layers.0.weight", "layers.0.weight_scale", "layers.0.scale_weight", "weight.absmax"]),
             None

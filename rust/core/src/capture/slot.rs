@@ -1,4 +1,4 @@
-//! [`GradientSlot`]: a variable's gradient, and the record of each access to the gradient.
+//! [`GradientSlot`]: a variable's gradient, which reports each access to the capture of a CUDA graph, if one is running.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,7 +45,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// A gradient, accessed through methods that report the access to captures. A replay changes the same gradients as the
-/// function, in the same storage. A graph is stale when a gradient that it reads was added, removed or moved.
+/// captured function, in the same storage. A graph is stale (it must be recorded again) when a gradient that it reads
+/// was added, removed or moved.
 pub(crate) struct GradientSlot<T>(Arc<Mutex<T>>);
 
 impl<T: Settle> GradientSlot<T> {

@@ -1,5 +1,6 @@
-//! The library's own kernels for the low-rank products of adapted linear maps: hidden = scale_hidden · input · down,
-//! dst += scale_dst · hidden · up. A term is one such product.
+//! The library's own kernels for the low-rank products of adapted linear maps. A term is one such product:
+//! hidden (rows, rank) = `scale_hidden` · input (rows, inner) · down (inner, rank), and then
+//! dst (rows, outer) += `scale_dst` · hidden · up (rank, outer).
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -38,7 +39,8 @@ const ALIGNMENT: usize = 16;
 /// 1280 + 1280 elements, and faster (4 instead of 6 μs) for two terms of 77 rows and 2048 + 1280 elements.
 const MOST_DST_ELEMENTS: usize = 1 << 20;
 
-/// The number of ranks in a tile of `low_rank_add`.
+/// The number of ranks in a tile of `low_rank_add`: a tile is 16 columns of hidden and the 16 rows of up that belong to
+/// them.
 const TILE: usize = 16;
 /// The most tiles that a launch of `low_rank_add` adds to one dst.
 const MOST_TILES: usize = 4;
@@ -80,12 +82,12 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         *place = LowRankTerm { input: input?, down: down?, up: up?, hidden: hidden?, dst: dst_at };
         let LowRankTerm { input, down, up, hidden, .. } = *place;
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
-        let is_apart = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
+        let has_separate_dst = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
         let is_alike =
             direction_and_sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
         // In the backward pass, each block computes all terms in turn, so all must add to the same dst.
         let has_first_dst = dst_at == first_dst_at;
-        if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !has_first_dst) {
+        if !is_aligned || !has_separate_dst || !is_alike || (direction == Direction::Backward && !has_first_dst) {
             return Ok(false);
         }
     }
@@ -118,6 +120,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let most_shares = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * concurrent_terms as usize)).clamp(1, most_shares);
     let shape = Shape { grid: [blocks as u32, shares as u32, concurrent_terms], block: [32 * warps, 1, 1], shared: 0 };
+    // All six kernels take the same arguments; their structure is named after one of them.
     // SAFETY: `direction_and_sizes` has checked that the matrices have these sizes.
     unsafe { function.launch(OP, gpu, shape, LowRankForward16 { terms: LowRankTerms { list }, sizes }) }?;
     Ok(true)
@@ -202,6 +205,7 @@ impl<'a> Addition<'a> {
             && self.tiles.len() + other.tiles.len() <= MOST_TILES
     }
 
+    /// Whether one launch can compute both: they have the same sizes, distances between rows, scale and layout of `up`.
     fn is_like(&self, other: &Self) -> bool {
         self.direction == other.direction && self.sizes == other.sizes
     }
@@ -217,6 +221,7 @@ impl<'a> Addition<'a> {
         let [first, others @ ..] = together else { return true };
         let mut first_rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
         first_rows.sort_unstable();
+        // The bytes from the first column of the leftmost dst to the last column of the rightmost one.
         let span = first_rows[first_rows.len() - 1][1] - first_rows[0][0];
         let row_distance = Address::from(first.sizes.dst_row) * first.dst.dtype().size_in_bytes() as Address;
         others.is_empty()
@@ -242,6 +247,7 @@ impl<'a> Addition<'a> {
             place.tiles[..sum.tiles.len()].copy_from_slice(&sum.tiles);
         }
         let grid = [blocks, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
+        // The kernels for other numbers of tiles and for the other direction take the same structure.
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
         // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with
         // hidden and up.

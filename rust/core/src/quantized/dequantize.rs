@@ -1,4 +1,5 @@
-//! Dequantization: codes to values.
+//! Dequantization: codes to values. A matrix consists of one or more parts, one below the other, each of which was
+//! quantized by itself.
 
 use std::ops::Range;
 
@@ -61,6 +62,8 @@ impl Part {
             Scales::Nf4(scales) => {
                 with_bytes(scales, |scales| by_blocks(codes, |block| floats(scales)[block], start, out))
             }
+            // NF4 whose block scales are quantized too: a block's scale is the value of its code in `inner`, times the
+            // scale of a group of `NESTED` blocks, plus the offset.
             Scales::Nested { codes: inner, scales, offset } => with_bytes(inner, |inner| {
                 with_bytes(scales, |scales| {
                     let outer = floats(scales);
@@ -116,14 +119,15 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
                 values[usize::from(code)]
             };
             // Decode the bytes whose two elements are both in the block, then a single element before and after them.
-            let before = at % 2;
-            let (first, whole) = block.split_at_mut(before);
-            let bytes = &codes[(at + before) / 2..];
+            // If `at` is odd, element `at` is the second of its byte.
+            let single_count = at % 2;
+            let (single, whole) = block.split_at_mut(single_count);
+            let bytes = &codes[(at + single_count) / 2..];
             let mut pairs = whole.chunks_exact_mut(2);
             for (pair, &byte) in pairs.by_ref().zip(bytes) {
                 (pair[0], pair[1]) = (values[usize::from(byte >> 4)], values[usize::from(byte & 0xf)]);
             }
-            first.iter_mut().for_each(|out| *out = value(at));
+            single.iter_mut().for_each(|out| *out = value(at));
             pairs.into_remainder().iter_mut().for_each(|out| *out = value(at + count - 1));
             (at, rest) = (at + count, after);
         }

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
-//! in original checkpoints.
+//! The names of the parameters of Stable Diffusion 3's transformer in files: diffusers' names, which are also the names
+//! in this library, and the names in original checkpoints, the files that Stability AI published.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -7,13 +7,14 @@ use trainable_candle_io::WeightFiles;
 use super::SD3Config;
 use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, renamed};
 
-/// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
-/// have the prefix and the naming of `original`.
-pub(super) fn layout(original: Option<CheckpointNaming>, config: &SD3Config) -> Box<dyn Layout> {
-    match original {
+/// The keys of the transformer's parameters in a diffusers folder (`checkpoint` is `None`), or in a single file whose
+/// keys have the prefix and the naming of `checkpoint`.
+pub(super) fn layout(checkpoint: Option<CheckpointNaming>, config: &SD3Config) -> Box<dyn Layout> {
+    match checkpoint {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
             Box::new(OriginalTransformer { prefix, last: config.num_layers.saturating_sub(1) })
         }
+        // llama.cpp's names are only for language models and text encoders.
         Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
@@ -48,7 +49,8 @@ const OUTSIDE: [Renaming; 8] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-/// The layers of a block, in the same three columns.
+/// The layers of a block, in the same three columns. A tensor with the form `share(i, n)` holds n parameters with
+/// equally many rows, one below the other; the parameter is number i of them, from 0.
 const INSIDE: [Renaming; 24] = [
     ("norm1.linear", "x_block.adaLN_modulation.1", Form::Plain),
     ("attn.to_q", "x_block.attn.qkv", Form::share(0, 3)),
@@ -104,13 +106,13 @@ fn original_key(name: &str, last: usize) -> Option<Key> {
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
-    let key = |name: &str| match original.naming {
+pub(super) fn deduce(files: &WeightFiles, checkpoint: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
+    let key = |name: &str| match checkpoint.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
         // The index of the last block affects the form of the text norm's tensor, but no key.
         Naming::Original => original_key(name, usize::MAX).map(|key| key.key),
     };
-    let shape = |name: &str| files.shape(&format!("{}{}", original.prefix, key(name)?));
+    let shape = |name: &str| files.shape(&format!("{}{}", checkpoint.prefix, key(name)?));
     let size = |name: &str, axis: usize| {
         shape(name).and_then(|dims| dims.get(axis).copied()).ok_or_else(|| {
             Error::Config(format!(
@@ -120,25 +122,26 @@ pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec
             ))
         })
     };
-    let published = SD3Config::default();
+    let defaults = SD3Config::default();
     let has_layer = |i: usize, layer: &str| shape(&format!("transformer_blocks.{i}.{layer}.weight")).is_some();
     let num_layers = (0..).take_while(|&i| has_layer(i, "attn.to_out.0")).count();
     let (width, patch_size) = (size("pos_embed.proj.weight", 0)?, size("pos_embed.proj.weight", 2)?);
-    // Only the norms of queries and keys, which SD3 lacks, show the width of a head.
+    // Only the norms of queries and keys, which SD3.5 has and SD3 lacks, show the width of a head.
     let head_dim = shape("transformer_blocks.0.attn.norm_q.weight").map(|dims| dims[0]);
     let deduced = SD3Config {
         patch_size,
         in_channels: size("pos_embed.proj.weight", 1)?,
         out_channels: size("proj_out.weight", 0)? / (patch_size * patch_size).max(1),
         num_layers,
-        num_attention_heads: width / head_dim.unwrap_or(published.attention_head_dim).max(1),
-        attention_head_dim: head_dim.unwrap_or(published.attention_head_dim),
+        num_attention_heads: width / head_dim.unwrap_or(defaults.attention_head_dim).max(1),
+        attention_head_dim: head_dim.unwrap_or(defaults.attention_head_dim),
         joint_attention_dim: size("context_embedder.weight", 1)?,
         pooled_projection_dim: size("time_text_embed.text_embedder.linear_1.weight", 1)?,
+        // The table of positions is (1, size · size, width).
         pos_embed_max_size: size("pos_embed.pos_embed", 1)?.isqrt(),
         dual_attention_layers: (0..num_layers).filter(|&i| has_layer(i, "attn2.to_out.0")).collect(),
         qk_norm: head_dim.is_some(),
-        ..published
+        ..defaults
     };
     // Whether a known configuration equals the deduced one in all fields that shapes determine.
     let agrees = |candidate: &SD3Config| {

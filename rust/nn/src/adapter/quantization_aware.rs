@@ -2,7 +2,7 @@
 //! it.
 //!
 //! Every forward pass, in training or not, computes the whole adapted weight (for LoRA: W + s B A) and rounds it to a
-//! [`Grid`]. Gradients pass through the rounding unchanged, except that clipped elements get the gradient 0. When the
+//! [`Grid`], the numbers that a quantized matrix of some format can represent. Gradients pass through the rounding unchanged, except that clipped elements get the gradient 0. When the
 //! adapted weight is merged and stored in the grid's format, its rounding errors are the same as in training (Liu et
 //! al. 2023, "LLM-QAT", arXiv:2305.17888). Inputs are rounded only if [`QuantizationAware::with_activations`] requests
 //! it.
@@ -86,7 +86,7 @@ impl QuantizationAware {
         Self { scales, ..self }
     }
 
-    /// Round the input as an inference server does, or return it unchanged if inputs are not rounded.
+    /// Round the input, with one scale for each token, or return it unchanged if inputs are not rounded.
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let Some(&columns) = x.dims().last().filter(|_| self.activations && x.elem_count() > 0) else {
             return Ok(x.clone());

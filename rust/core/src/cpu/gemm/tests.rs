@@ -118,6 +118,7 @@ where
     C: Elem<Acc = A::Acc>,
 {
     for [m, k, n] in SIZES {
+        // Enough elements for the widest of the strides below.
         let (a, b) = (numbers::<A>(3 * m * k + 3, 1), numbers::<B>(3 * k * n + 3, 2));
         check_product::<A, B, C>(MatRef::row_major(&a, m, k), MatRef::row_major(&b, k, n));
         check_product::<A, B, C>(MatRef::row_major(&a, k, m).t(), MatRef::row_major(&b, n, k).t());
