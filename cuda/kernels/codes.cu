@@ -1,12 +1,15 @@
 // Kernels for products of 8-bit codes: they make the codes of the operands, and scale the sums (rust/core/src/quantized/w8a8).
 //
 // Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). The length of every row is a multiple of
-// 16 elements, and every row begins at a 16-byte boundary.
+// 16 elements, and every row begins at a 16-byte boundary. The sums are those of products of codes, before they are scaled.
+//
+// A team of threads (a warp, or a whole block of up to TEAM threads) works on a row. The threads of a team have the same threadIdx.y.
 #include "codes/round.cuh"
 
 namespace {
 
-// A matrix (rows, columns), and the codes and scales of its rows: codes[i, :] = round(x[i, :] / scale) with the scale of RowScale.
+// A matrix (rows, columns), and the codes and scales of its rows: codes[i, :] = round(x[i, :] / scale) with the scale that RowScale
+// finds.
 template <typename T> struct Rounding {
     static constexpr int N = WIDE<T>;
     const T *x;
@@ -33,6 +36,7 @@ template <typename T> struct Rounding {
             });
             const float scale = found.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
+            // Widened values of the row must not stay in registers: they take more of them.
             row.keep_narrow();
             with_rounder(scale, is_int8, [&](auto rounder) {
                 row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
@@ -56,7 +60,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
 }
 
 // Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows. `columns` and the
-// number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with 1.
+// number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with 1: these are
+// the scales of the rows of `out`.
 struct Transposition {
     // An item is 16 neighbouring codes of one line of a tile, which a thread loads or stores at once. A word is four codes.
     static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
@@ -68,6 +73,7 @@ struct Transposition {
     // Transposes a tile: tile index = (tile of rows, counted through the parts) * (tiles of columns) + (tile of columns). The block has
     // at least FEWEST_THREADS threads.
     __device__ __forceinline__ void run(uint32_t tile) const {
+        // One more word in each line puts the words of a column into different banks of shared memory.
         __shared__ uint32_t original[TILE][WORDS + 1], transposed[TILE][WORDS + 1];
         const uint32_t across_tiles = (columns + TILE - 1) / TILE, first_column = tile % across_tiles * TILE;
         const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
@@ -145,6 +151,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
     const uint32_t packs = columns / PACK;
     const uint64_t count = static_cast<uint64_t>(rows) * packs;
     for (uint64_t index = flat_index(); index < count; index += flat_stride()) {
+        // The quotient is the row, the remainder is the pack in the row.
         const Quotient place = divide(index, packs);
         const uint32_t column = place.remainder * PACK;
         const float row_scale = __ldg(row_scales + place.quotient);

@@ -2,8 +2,13 @@
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
 // x, y and their gradients dx and grad are (rows, len). mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
-// norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. affine.cuh describes `affine_f32`;
-// norm_rows.cuh describes `sharing`, which only modulated layer norm reads.
+// norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. If `affine_f32` is 1, weight, bias
+// and their gradients are f32, otherwise T. In modulated layer norm, each `sharing` consecutive rows share one weight and one bias; the
+// other norms ignore `sharing`.
+//
+// A team of threads (a warp, or a whole block of up to TEAM threads) works on a row in packs of N neighbouring elements. `at` is the
+// index of a pack's first element in the row. `place` is the pack's index in the thread's registers, or NORM_HELD for a pack that is
+// only in memory. `keep_narrow` keeps values in registers as T, because widened values take more registers.
 
 #include "architecture.cuh"
 #include "norm_rows.cuh"
@@ -77,7 +82,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     }
 }
 
-// The number of warps of a block of `affine_sums`. Warp l of a block sums the rows l, l + LINES, ... of the block's piece.
+// The number of warps of a block of `affine_sums`, which computes what the comment on DEFINE_AFFINE says. Warp l of a block sums the rows
+// l, l + LINES, ... of the block's piece.
 constexpr int LINES = 8;
 
 template <typename T, int N, bool CENTER>
@@ -85,11 +91,12 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
                                             uint64_t rows, uint32_t len, Acc<T> *dots, Acc<T> *sums) {
     using A = Acc<T>;
     constexpr int WIDTH = WARP * N;
-    const uint64_t before = blockIdx.z * rows;
-    x += before * len;
-    grad += before * len;
-    if (CENTER) mean += before;
-    rstd += before;
+    // The rows of the samples before this block's sample.
+    const uint64_t earlier_rows = blockIdx.z * rows;
+    x += earlier_rows * len;
+    grad += earlier_rows * len;
+    if (CENTER) mean += earlier_rows;
+    rstd += earlier_rows;
     partials += blockIdx.z * gridDim.y * 2ull * len;
     const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
     const uint64_t last = rows < first + piece ? rows : first + piece;
@@ -132,7 +139,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 // y = (x - mean) · rstd · weight + bias, with 1 + weight instead of weight in modulated_layer_norm. Unless `residual` is null,
 // sum = x + residual is rounded to T and written, and y is the norm of `sum`. The kernels also write rstd and, except for RMS norm, mean.
-// Launch: over rows (rows.cuh), with the HELD that the comment on NORM_HELD (norm_rows.cuh) gives.
+// Launch: over rows (rows.cuh). HELD there, the number of packs that a thread of a team holds, is what the comment on NORM_HELD
+// (norm_rows.cuh) says.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, FORWARD_TEAMS<T>)                                               \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \

@@ -87,8 +87,8 @@ class Generator:
         """Continue with the generator of the enclosing `with` block, or with the library's."""
         self._save_state_in_use()
         self._entered.pop()
-        enclosing = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
-        _core.set_rng_state(enclosing)
+        outer = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
+        _core.set_rng_state(outer)
 
     def _is_in_use(self) -> bool:
         """Return whether the innermost `with` block is one of this generator."""

@@ -436,8 +436,8 @@ class ComposedMethods:
         targets = np.indices(index.shape)
         targets[axis] = index.numpy()
         flat = np.ravel_multi_index(tuple(targets.reshape(x.ndim, -1)), x.shape)
-        # `is_set` and `sources` have one number for each element of the flattened result: whether it
-        # is from `src`, and from which element. `flat` has the positions of the set elements.
+        # `is_set` and `sources` have one number for each element of the flattened result: whether
+        # it is from `src`, and from which element. `flat` has the positions of the set elements.
         is_set = np.zeros(x.numel(), np.uint8)
         is_set[flat] = 1
         condition = _core.tensor(is_set.reshape(x.shape), device=x.device)

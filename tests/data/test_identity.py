@@ -16,7 +16,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     The library does not remember the hash of a file that has changed within the last `SETTLED`
     nanoseconds. With the value that this fixture sets, it remembers all hashes. The fixture also
-    makes chunks and pieces so small that the tests' files have several.
+    makes chunks, which one task hashes, and pieces, which a thread reads at once, so small that the
+    tests' files have several.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))

@@ -28,6 +28,7 @@ def make_adapter(weights: Path, folder: Path, **settings: Any) -> Path:
         if "magnitude" not in name:
             var.set(tc.randn(var.shape) * 0.2)
     adapter.save(folder, format="peft")
+    # An integer in place of 8.0, because vLLM may reject other numbers.
     return configured(folder, lora_alpha=8)
 
 
@@ -41,7 +42,11 @@ def configured(folder: Path, **settings: Any) -> Path:
 def verdicts(
     capsys: pytest.CaptureFixture[str], path: Path, weights: Path, status: int = 0
 ) -> dict[str, str]:
-    """Run `verify` with the exit status `status`; return what it prints about each program."""
+    """Run `verify` with the exit status `status`; return what it prints about each program.
+
+    The status is 1 if this library finds a module that fits no layer of the model, even if peft
+    loads the module.
+    """
     capsys.readouterr()
     given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
     assert main(given) == status
@@ -128,6 +133,7 @@ def test_each_program_loads_only_its_exported_files(
     assert loaded["peft"] == loaded["vllm"] == {"transformers and peft", "vLLM"}
     assert loaded["gguf"] == {"llama.cpp"}
     assert loaded["mlx"] == {"mlx-lm"}
+    # Of the values that vLLM allows, 64 is the smallest that is at least the rank, 40.
     assert verdicts(capsys, tmp_path / "peft", weights)["vLLM"].endswith("--max-lora-rank 64")
     (tmp_path / "gguf" / "Modelfile").write_text("ADAPTER ./adapter.gguf")
     found = verdicts(capsys, tmp_path / "gguf", weights)

@@ -50,6 +50,7 @@ def test_bf16_variables_have_f32_averages_and_only_a_state_that_fits_is_loaded()
     assert other.updates == 3
     with pytest.raises(tc.ShapeError, match=r"0\.average has shape"):
         VariableEMA([tc.Var(tc.ones(3)), model["b"]]).load_state_dict(ema.state_dict())
+    # The state has two variables.
     with pytest.raises(tc.ConfigError, match="missing or not expected"):
         VariableEMA([model["b"]]).load_state_dict(ema.state_dict())
 

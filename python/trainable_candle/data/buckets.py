@@ -40,7 +40,7 @@ class Frame:
     @classmethod
     def whole(cls, width: int, height: int) -> Frame:
         """Return the frame of a whole image, neither scaled nor cropped."""
-        return cls((width, height), 0, 0, Bucket(width, height))
+        return cls((width, height), left=0, top=0, bucket=Bucket(width, height))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Fit:
         """Return the frame of a crop.
 
         Args:
-            left: the crop's first column in the scaled image, before it is mirrored.
+            left: the crop's first column in the scaled image, which is not mirrored.
             top: the crop's first row.
             flipped: whether the crop is mirrored.
         """
@@ -101,13 +101,15 @@ class Fit:
 class Buckets:
     """The buckets that `DatasetOptions` allow, and the choice of a bucket for an image.
 
-    The sides of a full-size bucket are multiples of the step; its area is as large as possible but
-    at most that of a square with sides of `resolution`. Without bucketing, this square is the only
+    The sides of a full-size bucket are multiples of `bucket_step`, from `shortest_side` to
+    `longest_side`; its area is as large as possible but at most that of a square with sides of
+    `resolution`. Without bucketing, this square is the only
     bucket. An image goes to the candidate with the nearest aspect ratio, and to the larger of two
     that are equally near. If images may be enlarged, all full-size buckets are candidates.
     Otherwise the candidates are the full-size buckets that the image covers and, with bucketing, a
-    bucket whose sides are the largest multiples of the step within the image's sides. This last
-    bucket is no candidate if its area is too large or a side is too short.
+    bucket whose sides are the largest multiples of `bucket_step` within the image's sides and
+    `longest_side`. This last bucket is no candidate if its area is too large or a side is too
+    short.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

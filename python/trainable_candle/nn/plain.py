@@ -1,4 +1,7 @@
-"""Layers without parameters; each applies one function of `nn.functional`."""
+"""Layers without parameters; each applies one function of `nn.functional`.
+
+`_facts` returns the arguments that `repr` shows.
+"""
 
 from __future__ import annotations
 
@@ -180,6 +183,7 @@ class Softplus(Module):
     """Applies log(1 + exp(beta * x)) / beta, a smooth ReLU, to each element x.
 
     ```python
+    # log(2) is 0.693.
     assert tc.nn.Softplus()(tc.zeros(1)).item() > 0.69
     ```
     """
@@ -199,6 +203,7 @@ class LogSoftmax(Module):
     """Computes the logarithm of the softmax along a dimension.
 
     ```python
+    # The softmax of one element is 1.
     assert tc.nn.LogSoftmax(dim=-1)(tc.zeros(1)).tolist() == [0.0]
     ```
     """

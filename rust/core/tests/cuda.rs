@@ -1,5 +1,5 @@
-//! Compares the results of all cases of the registry of operations on a CUDA device with those on the CPU in f64, and tests what only
-//! the CUDA code has. All tests but `registry_runs_on_cuda` need a GPU. The command is
+//! Compares the results of all cases of the registry of operations on a CUDA device with those on the CPU in f64, and
+//! tests what only the CUDA code has. All tests but `registry_runs_on_cuda` need a GPU. The command is
 //! `cargo test --features cuda --test cuda -- --ignored --test-threads 1`.
 #![cfg(feature = "cuda")]
 

@@ -14,6 +14,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
 const CPU: Device = Device::Cpu;
 
+/// 16 different values between -1 and 1, (4, 4). Another phase gives other values.
 fn ramp(phase: f64) -> Tensor {
     Tensor::from_vec((0..16).map(|i| (f64::from(i) * 0.7 + phase).sin()).collect(), (4, 4), &CPU).unwrap()
 }
@@ -23,7 +24,8 @@ fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tenso
 }
 
 /// Rotary attention on the projection [x, x] of 8 columns: two heads of queries, one of keys and one of values, each of
-/// two features. The result is multiplied by x.
+/// two features. The first two columns of `tables` are cos and sin; `scale` is that of an RMS norm of the queries. Rows
+/// 0 to 2 and row 3 are two texts, and attention has no window. The result is multiplied by x.
 fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
     let bounds = Tensor::from_vec(vec![0i64, 3, 4], 3, &CPU)?;
     let (cos, sin) = (tables.narrow(1, 0, 1)?, tables.narrow(1, 1, 1)?);
@@ -35,6 +37,8 @@ fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor>
 /// A function of x and of a (4, 4) tensor that gets no gradient.
 type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
+/// The functions, each with the role of its second tensor. The last arguments of `scaled_dot_product_attention` mean no
+/// causal mask and the default scale; the bool of `rope` and `rms_norm_rope` chooses interleaved pairs of features.
 const FUNCTIONS: [(&str, Function); 16] = [
     ("factor", |x, v| x.mul(v)),
     ("addend", |x, v| x.add(v)),
@@ -73,7 +77,8 @@ const FUNCTIONS: [(&str, Function); 16] = [
 /// The gradient of x. With `change`, the variable v changes between the forward and the backward pass.
 fn gradient(f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, change: bool) -> Result<Vec<f64>> {
     let (x, v) = (Var::from_tensor(&ramp(0.0))?, Var::from_tensor(&ramp(1.0))?);
-    // The backward pass of a square reads its input, so the first sqr makes the backward pass read the result of f.
+    // The backward pass of a square reads its input, so the first sqr makes the backward pass read the result of f. The
+    // second sqr makes the gradient of the first one's result differ from element to element.
     let loss = f(&x, &v.detach())?.sqr()?.sqr()?.sum_all()?;
     if change {
         v.set(&ramp(2.0))?;
@@ -126,6 +131,7 @@ fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
 
 #[test]
 fn a_change_of_a_mask_that_was_cast_is_not_an_error() -> Result<()> {
+    // Attention in f32 casts the f16 mask to f32 and keeps the result, which does not change with the mask.
     let mask = Var::from_tensor(&ramp(1.0).to_dtype(DType::F16)?)?;
     let x = Var::from_tensor(&ramp(0.0).to_dtype(DType::F32)?)?;
     let y = scaled_dot_product_attention(&x, &x, &x, Some(&mask.detach()), false, None)?;

@@ -1,4 +1,4 @@
-//! [`GradientSlot`]: a variable's gradient, which reports each access to the capture of a CUDA graph, if one is running.
+//! [`GradientSlot`]: a variable's gradient, which reports each access to the capture of a CUDA graph, if one runs.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

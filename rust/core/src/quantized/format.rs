@@ -1,4 +1,4 @@
-//! [`Format`]: the names and sizes of formats.
+//! [`Format`]: how quantized matrices are stored, with the names of the formats and the sizes of matrices.
 
 use std::str::FromStr;
 
@@ -47,6 +47,8 @@ impl Format {
         match self {
             Self::Int8 | Self::Fp8 => count + rows * scale,
             Self::Nf4 => {
+                // Half a byte for each element, one byte for the scale of each block, and an f32 scale for each
+                // `NESTED` of these scales.
                 let blocks = count.div_ceil(BLOCK);
                 count.div_ceil(2) + blocks + blocks.div_ceil(NESTED) * scale
             }

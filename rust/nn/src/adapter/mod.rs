@@ -1,8 +1,8 @@
 //! Adapters: small trainable changes to frozen layers.
 //!
 //! A kind of adapter is one file with an [`AdapterKind`] and one line in [`KINDS`]. The code of models does not depend
-//! on adapters: [`AdapterSet::attach`] finds the layers by name, and [`AdapterSet::set_enabled`] removes the adapters
-//! again.
+//! on adapters: [`AdapterSet::attach`] finds the layers by name, and [`AdapterSet::set_enabled`] with false removes the
+//! adapters again.
 
 mod beside;
 mod config;
@@ -106,9 +106,9 @@ pub struct AdapterSettings {
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
     /// LoKr: a size F, which determines the number of rows of the smaller factor from the layer's number n of outputs
-    /// (and, in the same way, its number of columns from the number of inputs). If F divides n, it is the smaller of F
-    /// and n / F, otherwise the largest divisor of n that is at most F and at most √n. `None` means the largest divisor
-    /// up to √n.
+    /// (and, in the same way, its number of columns from the number of inputs). If F divides n, the number of rows is
+    /// the smaller of F and n / F. Otherwise it is the largest divisor of n that is at most F and at most √n. `None`
+    /// means the largest divisor up to √n.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks. If it does not divide the number of features, OFT uses the nearest divisor
     /// ([`oft_block_size`]).

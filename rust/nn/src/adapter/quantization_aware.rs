@@ -2,10 +2,10 @@
 //! it.
 //!
 //! Every forward pass, in training or not, computes the whole adapted weight (for LoRA: W + s B A) and rounds it to a
-//! [`Grid`], the numbers that a quantized matrix of some format can represent. Gradients pass through the rounding unchanged, except that clipped elements get the gradient 0. When the
-//! adapted weight is merged and stored in the grid's format, its rounding errors are the same as in training (Liu et
-//! al. 2023, "LLM-QAT", arXiv:2305.17888). Inputs are rounded only if [`QuantizationAware::with_activations`] requests
-//! it.
+//! [`Grid`], the numbers that a quantized matrix of some format can represent. Gradients pass through the rounding
+//! unchanged, except that clipped elements get the gradient 0. When the adapted weight is merged and stored in the
+//! grid's format, its rounding errors are the same as in training (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888).
+//! Inputs are rounded only if [`QuantizationAware::with_activations`] requests it.
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
 use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};

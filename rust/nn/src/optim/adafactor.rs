@@ -58,6 +58,7 @@ registered!(
     AdafactorRule,
     "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam without a first moment; the \
      second moments of a matrix are estimated from the second moments of its rows and columns.",
+    // torch takes all hyper-parameters but `maximize` by position.
     positional: 5,
     AdafactorConfig::default()
 );
@@ -73,13 +74,14 @@ impl Rule for AdafactorRule {
     const KERNELS: Option<Kernels<AdafactorConfig>> = Some(Kernels {
         prepare: "whole",
         step: "adafactor_step",
+        // No kernel runs before `step`, and no state has 8 bits.
         before: &[],
         step_8bit: None,
         settings: |config| Settings {
             lr: config.lr,
             weight_decay: config.weight_decay,
             maximize: config.maximize.into(),
-            // In the order in which the kernel `adafactor_step` reads them.
+            // In the order in which the kernel `adafactor_step` reads them; it ignores the zeros.
             more: [
                 config.beta2_decay,
                 config.eps.0.unwrap_or(f32::EPSILON.into()),

@@ -57,8 +57,8 @@ impl FlowMatching {
         self.noise_from_streams(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
-    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams of random numbers
-    /// that training does not use.
+    /// As [`noise_for`](Self::noise_for), for a validation loss: `examples[i]` is the number of validation example i,
+    /// and noise and levels come from streams of random numbers that training does not use.
     ///
     /// # Errors
     /// As [`noise_for`](Self::noise_for).

@@ -45,11 +45,12 @@ impl<F: RowFunction> Backward for SoftmaxBackward<F> {
             cuda => cuda::backward(self.op, &y, &g)?,
             cpu => cpu::backward(self.op, &y, &g, self.function)?,
         );
+        // The gradient of input 0, which is x.
         context.add(0, grad.transpose(self.dim, y.rank() - 1)?)
     }
 }
 
-/// Computes `function` along `dim`, and records it on the tape.
+/// Computes `function`, the softmax or its logarithm, along `dim`, and records it on the tape.
 fn record_along<F: RowFunction>(info: &'static OpInfo, x: &Tensor, dim: usize, function: F) -> Result<Tensor> {
     let op = info.name;
     if dim >= x.rank() {

@@ -23,5 +23,6 @@ pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64
     };
     let size = Size { samples: batch, sample_rows: positions.iter().product(), len };
     let affine = Affine::named(op, x, [("scale", Some(scale)), ("shift", Some(shift))], &[batch, len])?;
+    // `None`: the norm of x has not been computed yet.
     RowNorm { op, kind: Kind::Modulated, size, affine, eps }.record(&MODULATED_LAYER_NORM, x, None)
 }
