@@ -91,6 +91,7 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     if not weights:
         where = f": {family.download}" if family.download else ""
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH{where}")
+    # If the family's weights are a pipeline's folder, `parts` has the subfolders to download.
     if family.parts and hub.is_name(str(weights)):
         return hub.download_pipeline(str(weights), family.parts)
     if Texts in family.groups and hub.is_name(str(weights)):
@@ -132,7 +133,7 @@ def load(
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
     family = find(name)(weights_of(name, weights), dtype, device, config)
-    family.require_own()
+    family.require_own()  # checks that the weights are of this family
     return family.task()
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 PRESET: Final = "preset"
-"""The name of the flag, and of the line in a YAML file."""
+"""The name of the flag, or of the line in a YAML file, that selects a preset."""
 
 IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "fast": {"rank": 8, "steps": 500, "batch_size": 1, "lr_scheduler": "constant"},

@@ -1,5 +1,7 @@
-// How the blocks of the backward pass share a packed row. The number of tiles of queries that see a tile of keys depends on the spans,
-// which are in device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
+// How the thread blocks of attention's backward pass share the work of a packed row, on Hopper GPUs. A packed row is several segments of
+// tokens, such as texts, one after another. A query sees the keys of its own segment up to its own position. `Spans` (shape.cuh) tells
+// where the segments begin and end. The number of tiles of queries that see a tile of keys depends on this, and `Spans` is in device
+// memory. So a kernel before the backward pass counts these tiles (`make_plan`), and the blocks find their work in the counts.
 //
 // An item is a tile of keys of one head. Several heads of queries may share a head of keys (grouped-query attention). The steps of an item
 // are the tiles of queries that see some of its keys: first those of the first head of queries, then those of the next one. So dk and dv,
@@ -18,7 +20,7 @@ constexpr uint32_t ITEM_PLACES = 2;
 
 // The shares for tiles of M queries.
 template <int M> struct Shares {
-    // Number of tiles of queries at the positions of a tile of keys.
+    // Number of tiles of queries at the positions of a tile of keys. A tile of keys has KEYS_AT_ONCE keys.
     static constexpr uint32_t EACH = KEYS_AT_ONCE / M;
 
     Spans spans;
@@ -32,7 +34,8 @@ template <int M> struct Shares {
     __device__ __forceinline__ Shares(const Spans &spans, const uint32_t *plan, uint32_t heads, uint32_t blocks)
         : spans(spans), plan(plan), heads(heads), tiles(ceil_divide(spans.rows, KEYS_AT_ONCE)), blocks(blocks) {}
 
-    // The tile of keys of an item.
+    // The tile of keys of an item: `tile` is its index within the head, `index` and `head` are both the index of the head of keys, because
+    // there is one batch.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
     // The tiles of queries that may see a tile of keys are `first` to `end` (exclusive). They include the tiles at the positions of these
@@ -56,19 +59,22 @@ template <int M> struct Shares {
 
         __device__ __forceinline__ Places(const Shares &shares, uint32_t item) {
             const Task keys = shares.keys(item);
+            // The number of places of all items of the heads before this one.
             const uint32_t before = keys.index * shares.places(shares.tiles);
             begin = before + shares.places(keys.tile) + ITEM_PLACES;
             end = before + shares.places(keys.tile + 1);
         }
     };
 
-    // Writes the plan to `to`, the memory of `plan`. All threads of one block take part.
+    // Writes the plan to `to`, the memory of `plan`. All threads of one block take part. The first loop computes the first list: each
+    // thread counts the steps of one tile, and `before` is the number of steps of the tiles of earlier iterations.
     template <int THREADS> __device__ __forceinline__ void make_plan(uint32_t *to) const {
         __shared__ uint32_t sums[THREADS / WARP];
         const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         uint32_t before = 0;
         for (uint32_t start = 0; start < tiles; start += THREADS) {
             const uint32_t tile = start + threadIdx.x, count = tile < tiles ? end(tile) - first(tile) : 0;
+            // `sum` becomes the sum of the counts of the threads up to this one, first within the warp.
             uint32_t sum = count;
 #pragma unroll
             for (int offset = 1; offset < WARP; offset *= 2) {
@@ -91,6 +97,7 @@ template <int M> struct Shares {
         __syncthreads();
         const uint32_t of_head = places(tiles), share = this->share();
         for (uint32_t block = threadIdx.x; block < blocks; block += THREADS) {
+            // The first place of the block's share, the head of keys in which it lies, and the place within this head.
             const uint32_t place = block * share, head = min(place / of_head, heads), rest = place - head * of_head;
             // Finds the last tile of keys whose places begin at `rest` or before.
             uint32_t low = 0, high = tiles;
@@ -105,7 +112,8 @@ template <int M> struct Shares {
         }
     }
 
-    // The position of a block in its work: its next item. Its share has the places `start` to `end` (exclusive).
+    // The position of a block in its work: its next item. Its share has the places `start` to `end` (exclusive). `next` sets `span` to the
+    // steps of this item that are in the share, and returns false if no work is left.
     struct Walk {
         uint32_t item, start, end;
 
@@ -120,7 +128,9 @@ template <int M> struct Shares {
             const uint32_t begin = max(places.begin, start), stop = min(places.end, end);
             if (begin >= stop) return false;
             const bool is_part = begin > places.begin || stop < places.end;
-            // Only the first and the last item of a block can be parts, so two slots for each block suffice.
+            // Only the first and the last item of a block can be parts, so two slots for each block suffice: the first slot if these steps
+            // begin at the first place of the share, otherwise the second slot. The fields: the item, its first step and the end of its
+            // steps, the slot, the number of places of the share before these steps, and whether they are only a part of the item's steps.
             span = {item++, begin - places.begin, stop - places.begin, 2 * blockIdx.x + (begin != start), begin - start, is_part};
             return true;
         }
@@ -153,12 +163,15 @@ template <int M> struct Shares {
     // the warp take part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no
     // block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const QueryCursor &cursor, uint32_t time) const {
+        // `own` is the tile of keys at the positions of these queries, the last one that they see. `lowest` is the first one. The first
+        // step of tile 0 of this head of keys takes the place `before_head`.
         const uint32_t own = cursor.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(cursor.tile * M) / KEYS_AT_ONCE, own);
         uint32_t before = 0;
         for (uint32_t tile = lowest + threadIdx.x % WARP; tile <= own; tile += WARP) {
             const uint32_t count = plan[tile + 1] - plan[tile], step = cursor.tile - first(tile);
             if (step >= count) continue;
+            // How many places after the start of its share the block of `tile` reaches the queries.
             const uint32_t other = (before_head + places(tile) + cursor.member * count + step) % share;
             before += other < time || (other == time && tile < keys.tile);
         }
@@ -178,6 +191,7 @@ template <int M> struct Shares {
         // Sets a weight to zero if its query does not see its key. The weights are those of the 64 queries from `query` on.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
             const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+            // The thread has the weights of two keys, `key` and `key` + 8: of every four weights, the last two are those of the second key.
             uint32_t end[2] = {UINT32_MAX, UINT32_MAX};
             if (query + 64 > first_end) end[0] = spans.query_end(key), end[1] = spans.query_end(key + 8);
             query += threadIdx.x % 4 * 2;

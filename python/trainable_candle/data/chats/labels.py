@@ -41,7 +41,7 @@ class Tokens:
         """Return the first `length` tokens."""
         if len(self) <= length:
             return self
-        stops = tuple(place for place in self.stops if place < length)
+        stops = tuple(index for index in self.stops if index < length)
         cut = self.cut + len(self) - length
         return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers, cut)
 

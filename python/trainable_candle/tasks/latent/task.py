@@ -106,6 +106,7 @@ class LatentTask:
             family.check_training_adapter(
                 existing("training_adapter", config.training_adapter_path)
             )
+        # Where another format is the default, the user has chosen diffusers' names on purpose.
         if config.adapter == "dora" and form == family.formats[0] == "diffusers":
             report(
                 "note: ComfyUI ignores DoRA's magnitude in files with diffusers' names; "
@@ -113,8 +114,9 @@ class LatentTask:
             )
         if config.adapter != "lora" and form == "kohya":
             flaw = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
-            can_load = config.adapter == "dora" and config.dora_axis == "output"
-            instead = "; for diffusers, give --format diffusers" if can_load else ""
+            # In files with diffusers' own names, diffusers loads DoRA along the output axis.
+            diffusers_can = config.adapter == "dora" and config.dora_axis == "output"
+            instead = "; for diffusers, give --format diffusers" if diffusers_can else ""
             report(
                 f"note: in files with kohya's names, diffusers {flaw}{instead}; "
                 "ComfyUI applies the whole adapter"
@@ -215,10 +217,14 @@ class LatentTask:
             group: the processes that encode together.
         """
         family = self.family
+        # The identity has hashes of files. Rank 0 stores them, and the other ranks read them.
         with first_before_others(group):
             identity = family.coder.identity()
-        # Without an identity, latents are encoded quickly: keep them in memory, whatever is set.
+        # The identity is None if the family encodes so quickly that a cache on disk saves no time.
+        # Then keep the latents in memory, whatever the setting `cache` says.
         options = cache_options(family.config) if identity is not None else CacheOptions("memory")
+        # The empty function drops the note about a folder that cannot be written to. For cached
+        # captions, which are in the same folder, `prepare_texts` has logged it.
         folder = folder_for_cache(family.config, dataset, lambda _: None) if identity else None
         cache = LatentCache(
             dataset,
@@ -314,6 +320,7 @@ class LatentTask:
                 # options plus `start`, the index of the batch's first image.
                 start = index - index % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
+                # The image's index in its batch, and the number of images in this batch.
                 place = Place(index - start, min(family.at_once, len(alike) - start))
                 size = (image.shape[1], image.shape[0])
                 text = infotext(Prompt(prompt.text, seeded), self._model_name, used, size, place)
@@ -362,6 +369,8 @@ class LatentTask:
     def _refuse_unused(self, options: SampleOptions) -> None:
         """Raise an error if an option has no effect on this model."""
         family = self.family
+        # A family with this group of settings uses all options, except for a negative prompt that
+        # the model cannot use.
         if Drawing in family.groups:
             self._refuse_negative(options)
             return

@@ -44,7 +44,7 @@ _FILES: Final = {
     ".safetensors": "language models are written as folders: give the name of a new folder",
     ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
 }
-"""Suffixes of outputs that are the names of files -> what the error says."""
+"""For each suffix that makes an output the name of a file: the end of the error about it."""
 PEFT: Final = "peft"
 """The folder in a run's output that `PeftModel.from_pretrained` loads."""
 
@@ -58,6 +58,7 @@ class TextTask:
 
     noun: ClassVar[str] = "example"
     counts: ClassVar[str] = "token"
+    # A batch's weight is its number of tokens in the loss, or of pairs of answers.
     weighs_batches: ClassVar[bool] = True
 
     def __init__(self, family: TextFamily) -> None:
@@ -66,10 +67,10 @@ class TextTask:
 
     @property
     def repeats(self) -> bool:
-        """See `Task.repeats`.
+        """Whether batches of equal shapes launch the same operations; see `Task.repeats`.
 
-        The texts of a packed row may have other bounds in each step, because only the device reads
-        the bounds.
+        Where one text of a packed row ends and the next begins differs between batches of equal
+        shapes. This does not change the operations, because only the device reads these bounds.
         """
         return self.family.repeats and self._kind.token_count_fixes_shapes
 
@@ -96,6 +97,7 @@ class TextTask:
         # Reading the property checks the setting.
         _ = self.sequence_length
         check_tokenizer(family.tokenizer, family.weights, family.vocabulary)
+        # Tokenizing a prompt checks it.
         for prompt in config.sample_prompts:
             self.prompt_tokens([{"role": "user", "content": prompt}])
         report(family.tokenizer.summary())
@@ -125,6 +127,7 @@ class TextTask:
 
     @property
     def _kind(self) -> type[PreparedTexts | PreparedPreferences]:
+        """The class of the data that `prepare` returns."""
         return PreparedPreferences if self._trains_on_pairs else PreparedTexts
 
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
@@ -156,6 +159,7 @@ class TextTask:
         self, data: Split[TextDataset], report: Callable[[str], None], group: Group = ALONE
     ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; see `Task.prepare`."""
+        # Reading the property loads the model.
         _ = self.family.model
         prepared = [
             self._kind(self.family, dataset, self.without_adapter, report, group)
@@ -272,6 +276,7 @@ class TextTask:
         """Return an iterator over the text that follows the tokens of a prompt."""
         family = self.family
         arguments = self._limited(options, [prompt]).arguments(family.tokenizer.stops)
+        # A step is a list with one element, for the one prompt: the new token, or None at the end.
         steps = family.model.stream([prompt], **arguments)
         tokens = (token for step in steps for token in step if token is not None)
         return streamed(tokens, family.tokenizer, options.stop)
@@ -338,8 +343,10 @@ class TextTask:
         layers = self.family.layers()
         fields["base_model_name_or_path"] = self.family.config.weights
         fields["task_type"] = "CAUSAL_LM"
+        # Readers of these files expect integers, such as 8 instead of 8.0.
         for name in {"lora_alpha", "alpha"} & fields.keys():
             fields[name] = integer_if_whole(fields[name])
+        # Such as `q_proj` for all layers of this name, if all of them are adapted.
         fields["target_modules"] = short_names(fields["target_modules"], layers)
         write_atomically(path, json.dumps(fields, indent=2) + "\n")
         return folder
@@ -372,6 +379,7 @@ class TextTask:
         # `save_pretrained` has written a configuration with the present dtype. Keep it if the user
         # chose the dtype, else replace it by the original configuration.
         copy_files(self.family.weights, output, *([] if self.family.dtype else [CONFIG]))
+        # The original configuration may describe quantized weights; the merged ones are not.
         remove_quantization(output)
 
     def loss_on(self, dataset: str) -> float:

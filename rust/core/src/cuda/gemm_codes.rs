@@ -41,7 +41,9 @@ pub unsafe fn product_of_codes(
             Codes::E4m3 => Arithmetic::E4m3,
         },
         sizes: [n, m, k],
+        // For w and for x: whether it is transposed, and the distance between its columns as cuBLASLt reads it.
         operands: [(true, k as i64), (false, k as i64)],
+        // The distance between the columns of yᵀ.
         distance: n as i64,
         alignments: [w, x, y].map(alignment),
     };

@@ -44,8 +44,10 @@ pub struct Quantized {
     dims: [usize; 2],
     /// The dtype of the values that the codes represent.
     dtype: DType,
+    /// At least one part, so [`device`](Self::device) and [`format`](Self::format) never return their defaults.
     parts: Arc<[Part]>,
-    /// The codes transposed; see [`with_transposed_codes`](Self::with_transposed_codes).
+    /// The codes transposed, for the product that computes an input's gradient, and a scale of 1 for each of their rows
+    /// (`ones`); see [`with_transposed_codes`](Self::with_transposed_codes).
     transposed: Option<Transposed>,
 }
 
@@ -159,6 +161,7 @@ impl Quantized {
                 let text = format!("{} can only be read from GGUF files; quantize to q8_0", format.name());
                 return Err(Error::argument(OP, text));
             }
+            // Returns an error if a row does not divide into blocks.
             row_bytes(format, columns)?;
         }
         let values = crate::compute::cast(&crate::raw::to_cpu(&matrix.raw)?, DType::F32)?;
@@ -197,12 +200,13 @@ impl Quantized {
             return Err(Error::dtype(OP, format!("found {found:?}, expected u8 codes, f32 scales and a float dtype")));
         }
         if scales.elem_count() != rows && (format == Format::Int8 || scales.elem_count() != 1) {
-            let (found, one) = (scales.dims(), if format == Format::Int8 { "" } else { "1 or " });
-            return Err(Error::shape(OP, format!("the scales have shape {found:?}, expected {one}{rows} of them")));
+            let (found, one_or) = (scales.dims(), if format == Format::Int8 { "" } else { "1 or " });
+            return Err(Error::shape(OP, format!("the scales have shape {found:?}, expected {one_or}{rows} of them")));
         }
         let scales = crate::compute::contiguous(&scales.flatten_all()?)?;
         let scales = match format {
             Format::Int8 => Scales::Int8(scales),
+            // The NaNs of e4m3 have all bits set except the sign, which may be either.
             Format::Fp8 if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? => {
                 return Err(Error::argument(OP, "some codes are NaN; is the file damaged?"));
             }
@@ -270,7 +274,7 @@ impl Quantized {
             Scales::Nested { .. } => nf4::BLOCK * nf4::NESTED,
             _ => return Ok(None),
         };
-        // The first element and the number of elements.
+        // The index of the first element of these rows, and the number of their elements.
         let [first, length] = [start, count].map(|rows| rows * columns);
         if !first.is_multiple_of(shared) || !(length.is_multiple_of(shared) || start + count == rows) {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Samplers of diffusion models.
+//! Python's `Sampler` of diffusion models, and classifier-free guidance.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -69,6 +69,7 @@ impl Sampler {
     /// Args:
     ///     noise: standard normal values.
     fn init_noise(&self, py: Python<'_>, noise: &Tensor) -> Result<Tensor> {
+        // `compute` releases the GIL if the operation is over many elements.
         compute(py, noise.0.elem_count(), || self.lock().init_noise(&noise.0)).map(Tensor)
     }
 

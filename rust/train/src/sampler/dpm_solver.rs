@@ -15,7 +15,8 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The estimate of the data in the step taken last, and the index of the step that must follow.
+    /// The estimate of the data in the step taken last, and the index of the step that must follow unless step 0 starts
+    /// a new run.
     previous: Option<(Tensor, usize)>,
 }
 
@@ -25,7 +26,9 @@ impl DpmSolver {
     /// # Errors
     /// Those of [`SamplerKind::start`](super::SamplerKind::start).
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
+        // The noise-to-data ratio at each timestep of the training, ascending.
         let all = schedule.sigmas();
+        // The first `steps` of `steps + 1` timesteps: the last of them is only the end of the last step.
         let mut timesteps = grid::spaced(schedule, steps + 1, steps)?;
         if schedule.config().timestep_spacing == TimestepSpacing::Linspace {
             timesteps.iter_mut().for_each(|t| *t = t.round_ties_even());
@@ -73,8 +76,8 @@ impl Sampler for DpmSolver {
         }
         let (output, x) = checked(model_output, x)?;
         let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
-        let ((alpha, noise), (next_alpha, next_noise)) = (shares(sigma), shares(next));
-        let data = denoised(self.prediction, &x, &output, alpha, noise)?;
+        let ((alpha, noise_share), (next_alpha, next_noise_share)) = (shares(sigma), shares(next));
+        let data = denoised(self.prediction, &x, &output, alpha, noise_share)?;
         // In the paper, λ = -ln σ, and h is λ at the end of the step minus λ at its start, so e^-h = next / sigma.
         let factor = next_alpha * (1.0 - next / sigma);
         // Except in the first and the last step, extrapolate the data linearly in λ, to the middle of the step.
@@ -87,6 +90,6 @@ impl Sampler for DpmSolver {
             _ => data.clone(),
         };
         self.previous = Some((data, i + 1));
-        combined(next_noise / noise, &x, factor, &direction)
+        combined(next_noise_share / noise_share, &x, factor, &direction)
     }
 }
