@@ -10,7 +10,9 @@ import pytest
 
 import trainable_candle as tc
 
-# The kernel that updates all variables, and the number of its launches in a step.
+# For each call in `tc.optim`: the kernel that updates all variables, and the number of its launches
+# in a step. ROUNDED stands for `stochastic_rounding=True`. The variables have 512 elements each. By
+# default this is too few for 8-bit states; AdamW8bit then updates them with `small_adam_*`.
 KERNELS = {
     "SGD(parameters, lr=0.1, momentum=0.9, ROUNDED)": {"sgd_rounded_bf16": 1},
     "AdamW([{'params': parameters[:5]}, {'params': parameters[5:], 'lr': 0.2}], ROUNDED)": {
@@ -22,6 +24,8 @@ KERNELS = {
     "Lion8bit(parameters, min_8bit_size=1, ROUNDED)": {"lion_8bit_rounded_bf16": 1},
 }
 
+# The test replaces OPTIMIZER (by a key of KERNELS), CAPTURE (by the function that takes a step) and
+# BYTES (by the size of all states).
 TRAIN = """
     tc.manual_seed(2**63 + 1)
     parameters = [tc.Var(tc.randn(64, 8, dtype="bf16", device="cuda")) for _ in range(6)]
@@ -60,6 +64,7 @@ def test_a_step_is_one_launch_without_master_values(
     count = 6 * 64 * 8  # elements of all variables
     # Each moment of an element is in bf16, also with AdamW8bit if the variables are small. Other
     # 8-bit states have a code of 1 byte for each element, and an f32 scale for each 256 elements.
+    # `element_bytes` is for the optimizers without 8-bit states; its keys begin those of KERNELS.
     element_bytes = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
     matching = [n for prefix, n in element_bytes.items() if optimizer.startswith(prefix)]
     eight_bit_bytes = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)
@@ -67,9 +72,11 @@ def test_a_step_is_one_launch_without_master_values(
     code = code.replace("CAPTURE", "tc.cuda.capture(train, [x])" if capture else "train")
     state_bytes = matching[0] * count if matching else eight_bit_bytes
     run = cuda.run(code.replace("BYTES", str(state_bytes)))
+    # The simulated driver has rejected no call.
     assert run.of("refused") == []
     step = run.after("step-3")
     assert step.waits == []
+    # The step allocates no memory and loads no module.
     assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
     launches = Counter(step.launches)
     if capture:

@@ -11,7 +11,8 @@ from pathlib import Path
 from trainable_candle.distributed.launch import rank_environment
 from trainable_candle.train.state import checkpoints, read_state
 
-# A training script. After the first checkpoint, every write to a file fails, as on a full disk.
+# A training script. After the first checkpoint, the largest file that the process may write has 0
+# bytes, so every write fails with the error "File too large", much as on a full disk.
 # Only rank 0 writes files.
 FULL_DISK = """
 import resource
@@ -42,12 +43,13 @@ def test_a_full_disk_ends_all_processes(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    places = [str(digits_base), str(digits_folder), str(output)]
+    arguments = [str(digits_base), str(digits_folder), str(output)]
+    # The processes meet at a socket in this folder; the path of a socket must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", FULL_DISK, *places],
-                env=rank_environment(Path(meeting), rank, 2),
+                [sys.executable, "-c", FULL_DISK, *arguments],
+                env=rank_environment(Path(meeting), rank, size=2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -87,12 +89,13 @@ def test_a_suspended_process_ends_the_other_process(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    places = [str(digits_base), str(digits_folder), str(output)]
+    arguments = [str(digits_base), str(digits_folder), str(output)]
+    # The processes meet at a socket in this folder; the path of a socket must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", SHORT_SILENCE, *places],
-                env=rank_environment(Path(meeting), rank, 2),
+                [sys.executable, "-c", SHORT_SILENCE, *arguments],
+                env=rank_environment(Path(meeting), rank, size=2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -1,6 +1,8 @@
 """`fake_quantize` against formulas in float64, and trained factors of its scales against LSQ.
 
-LSQ is learned step size quantization (arXiv:1902.08153).
+`fake_quantize` rounds each value to the nearest code times the scale of the value's group. Each
+group may have a factor, which multiplies its scale and can be trained, as in LSQ: learned step size
+quantization (arXiv:1902.08153).
 """
 
 import numpy as np
@@ -41,7 +43,7 @@ def nearest(v: np.ndarray, format: str) -> np.ndarray:
 
 
 def inside(v: np.ndarray, format: str) -> np.ndarray:
-    """Return where `v` is at most half a step beyond the first or the last code."""
+    """Return the mask of the values at most half a step beyond the first or the last code."""
     codes = CODES[format]
     low = codes[0] - (codes[1] - codes[0]) / 2
     high = codes[-1] + (codes[-1] - codes[-2]) / 2
@@ -91,6 +93,7 @@ def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
     )
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(x.grad.numpy(), value_gradient.astype(np.float32))
+    # Factors below 1 move some values beyond the first or the last code: these get no gradient.
     assert 0 < (value_gradient == 0).mean() < 0.2
     np.testing.assert_allclose(f.grad.numpy(), factor_gradient, rtol=1e-4, atol=1e-4)
 
@@ -120,7 +123,8 @@ def test_gradients_are_finite_differences_of_a_straight_through_function(format:
     x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
     (F.fake_quantize(x, format, f) * tc.tensor(gradient)).sum().backward()
     np.testing.assert_allclose(x.grad.numpy().reshape(x0.shape), of_values, rtol=1e-6, atol=1e-8)
-    # A sum of f32 products. `code - v` cancels most digits of numbers up to the largest code.
+    # A factor's gradient is a sum of f32 products with `code - v`, in which most digits cancel.
+    # So the rounding errors are proportional to `code` and `v`, not to their difference.
     eps = np.finfo(np.float32).eps
     bound = 4 * eps * np.abs(weights * plain_scale * np.maximum(np.abs(v0), np.abs(code))).sum(1)
     assert (np.abs(f.grad.numpy() - of_factors.sum(1)) < bound).all()
@@ -140,7 +144,7 @@ def test_values_are_the_nearest_codes_times_the_scale(format: str) -> None:
 
 
 def test_int8_rounds_a_negated_value_to_the_negated_code() -> None:
-    """torchao's default has the codes -128 to 127, and the scale max / 127.5: it clips 127.5."""
+    """torchao's default has the codes -128 to 127, and the scale max / 127.5: 127.5 becomes 127."""
     values = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
     found, negated = (F.fake_quantize(tc.tensor(x), "int8").numpy() for x in (values, -values))
     np.testing.assert_array_equal(found, -negated)
@@ -156,13 +160,14 @@ def test_int8_rounds_a_negated_value_to_the_negated_code() -> None:
 def test_a_layer_with_rounded_inputs_multiplies_rounded_matrices(format: str) -> None:
     random = np.random.default_rng(8)
     weight, x = (random.standard_normal((n, 64)).astype(np.float32) for n in (24, 5))
-    # A new adapter does not change the weight.
+    # A LoRA of rank 4 and alpha 8; a new one does not change the weight.
     layer = tc.nn.LoRALinear(tc.tensor(weight), 4, 8.0, qat=format, qat_activations=True)
     left, right = rounded(x, format), rounded(weight, format)
     # 64 f32 products are added up.
     bound = 64 * np.finfo(np.float32).eps * (np.abs(left) @ np.abs(right).T)
     found = layer(tc.tensor(x)).numpy()
     assert (np.abs(found - left @ right.T) < bound).all()
+    # With inputs that are not rounded, most results would be outside this bound.
     assert (np.abs(x.astype(np.float64) @ right.T - left @ right.T) > bound).mean() > 0.9
 
 

@@ -32,6 +32,7 @@ def draw(rng, shape, dtype="float64"):
 def test_two_operands_are_broadcast(op, shapes):
     rng = np.random.default_rng(0)
     a, b = (draw(rng, shape) for shape in shapes)
+    # Include exponents and divisors that are exactly 1.
     b = np.where(rng.random(b.shape) < 0.3, 1.0, b)
     assert_close(op(tc.tensor(a), tc.tensor(b)), op(a, b))
 
@@ -77,6 +78,7 @@ def test_operators_on_integers_equal_those_of_numpy():
         np.testing.assert_array_equal(op(tc.tensor(a), 2).numpy(), op(a, 2))
         np.testing.assert_array_equal(op(2, tc.tensor(a)).numpy(), op(2, a))
     np.testing.assert_array_equal((tc.tensor(a) == 5).numpy(), a == 5)
+    # As in torch, a floating-point number turns integers into f32.
     np.testing.assert_array_equal((tc.tensor(a) + 0.5).numpy(), (a + 0.5).astype(np.float32))
 
 

@@ -34,6 +34,7 @@ def assert_equal(t, expected):
         (lambda t: t.unsqueeze(-1), lambda a: a[..., None]),
         (lambda t: t.unsqueeze(1).squeeze(), lambda a: a),
         (lambda t: t.unsqueeze(1).squeeze(1), lambda a: a),
+        # As in torch, a dimension of another size than 1 stays.
         (lambda t: t.squeeze(0), lambda a: a),
         (lambda t: t[:1, :1].squeeze((0, 1)), lambda a: a[0, 0]),
         (lambda t: t.broadcast_to(5, 2, 3, 4), lambda a: np.broadcast_to(a, (5, 2, 3, 4))),
@@ -78,6 +79,7 @@ def test_chunk_and_split_equal_numpy():
             tc.ShapeError,
             r"reshape: 24 elements do not fill shape \[-1, 7\]",
         ),
+        # With a size of 0, no size in place of -1 gives 24 elements.
         (lambda: T.reshape(-1, 0), tc.ShapeError, "reshape"),
         (lambda: T.reshape(-2, 12), tc.ShapeError, "reshape: negative size -2"),
         (lambda: T.reshape("a"), TypeError, "reshape: shape is 'a', expected an integer or a seq"),

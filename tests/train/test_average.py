@@ -38,6 +38,7 @@ class NoAdapters:
 
 def average_of(*members: FakeEMA) -> AdapterAverage:
     """Return an average that consists of `members`."""
+    # The decay, 0.99, has no effect here: nothing updates the averages.
     average = AdapterAverage(NoAdapters(), 0.99)  # type: ignore[arg-type]
     average._averages = {str(i): member for i, member in enumerate(members)}  # type: ignore[misc]
     return average
@@ -66,5 +67,6 @@ def test_an_error_within_the_context_swaps_the_averages_out() -> None:
     with pytest.raises(RuntimeError, match="within"):
         fail_within()
     assert [m.is_swapped_in for m in members] == [False] * 2
+    # `keep` swaps the averages in for good.
     average.keep()
     assert [m.is_swapped_in for m in members] == [True] * 2

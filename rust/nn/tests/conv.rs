@@ -50,10 +50,12 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
 
 #[test]
 fn a_layer_from_a_file_is_frozen_keeps_its_parameters_and_computes_conv2d_nchw() {
+    // In files: 6 output channels, 2 input channels for each of 2 groups, a kernel of 3 x 2 elements.
     let (weight, bias) = (random(&[6, 2, 3, 2]), random(&[6]));
     let tensors =
         BTreeMap::from([("conv.weight".to_string(), weight.clone()), ("conv.bias".to_string(), bias.clone())]);
     let mut source = Source::stored(InFile(tensors));
+    // 4 input and 6 output channels, the kernel, and `true` for a bias.
     let model = One(source.root().conv2d("conv", 4, 6, [3, 2], OPTIONS, true).unwrap());
     source.finish().unwrap();
     let named: BTreeMap<String, Tensor> = model.named_tensors().into_iter().collect();
@@ -62,6 +64,7 @@ fn a_layer_from_a_file_is_frozen_keeps_its_parameters_and_computes_conv2d_nchw()
     assert!(model.named_vars().is_empty());
     assert_eq!((model.0.in_channels(), model.0.out_channels()), (4, 6));
 
+    // `conv2d_nchw` takes (batch, channels, height, width), the layer (batch, height, width, channels).
     let x = random(&[2, 4, 7, 5]);
     let expected = conv2d_nchw(&x, &weight, Some(&bias), OPTIONS).unwrap();
     let y = model.0.forward(&x.permute(&[0, 2, 3, 1]).unwrap()).unwrap().permute(&[0, 3, 1, 2]).unwrap();
@@ -71,6 +74,7 @@ fn a_layer_from_a_file_is_frozen_keeps_its_parameters_and_computes_conv2d_nchw()
 #[test]
 fn fresh_layers_are_trainable_and_start_within_torchs_bound() {
     let mut source = Source::fresh(&Device::Cpu);
+    // 4 input and 6 output channels, a kernel of 3 x 2 elements, and `true` for a bias.
     let model = One(source.root().conv2d("conv", 4, 6, [3, 2], OPTIONS, true).unwrap());
     source.finish().unwrap();
     let vars = model.named_vars();
@@ -90,8 +94,10 @@ fn fresh_layers_are_trainable_and_start_within_torchs_bound() {
 #[test]
 fn errors_name_a_wrong_shape_and_channels_that_do_not_divide_into_groups() {
     let mut source = Source::stored(InFile(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))])));
+    // The layer has 4 input channels, the weight in the file 3.
     let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), false).err().unwrap();
     assert!(error.to_string().contains("conv.weight has shape [6, 3, 3, 3]"), "{error}");
+    // 3 input channels do not divide into the 2 groups of `OPTIONS`.
     let error = Conv2d::<Var>::new(3, 4, [1, 1], OPTIONS, &Device::Cpu).err().unwrap();
     assert!(error.to_string().contains("3 input and 4 output channels"), "{error}");
 }

@@ -329,6 +329,7 @@ fn moving_averages_equal_those_of_the_cpu_up_to_rounding() -> Result<()> {
         }
         ema.swap_out()?;
         let trained: Vec<Vec<u32>> = buffer.vars().iter().map(|var| bits(var)).collect();
+        // Also compare one average in the state dict: that of variable 5.
         results.push((averages.concat(), trained, saved["5.average"].to_vec::<f32>()?));
     }
     // The CPU's results are the expected ones.
@@ -352,6 +353,7 @@ fn set_config_rejects_only_other_states_after_a_state_dict_is_loaded() -> Result
     opt.step_all()?;
     let states = opt.state_dict()?;
     opt.load_state_dict(&states)?;
+    // `eps` changes no state, `amsgrad` needs one more.
     opt.set_config(0, AdamConfig { eps: 1e-6, ..AdamConfig::adam(0.1) })?;
     assert!(opt.set_config(0, AdamConfig { amsgrad: true, ..AdamConfig::adam(0.1) }).is_err());
     Ok(())

@@ -149,6 +149,7 @@ impl SDXLUNet {
             return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
         }
         let UNetConditions { encoder_hidden_states, text_embeds, time_ids } = conditions;
+        // `validate` has checked that all levels have the same value.
         let text_dim = self.config.cross_attention_dim[0];
         if !matches!(*encoder_hidden_states.dims(), [b, tokens, w] if b == batch && w == text_dim && tokens > 0) {
             let expected = format!("({batch}, L, {text_dim}) with at least one token");
@@ -201,8 +202,10 @@ impl Architecture for SDXLUNet {
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["down_blocks.", "mid_block.", "up_blocks."],
         unquantized: &["time_emb_proj"],
+        // No layers compute a modulation before the blocks run, and no matrices outside of blocks are quantized.
         modulation: &[],
         rows: &[],
+        // With W8A8, only the feed-forward layers are quantized: the others are too small to gain from 8-bit products.
         multiplied: &["ff.net."],
     };
 
@@ -241,15 +244,20 @@ impl Model for SDXLUNet {
         let area = |level: usize| size.height.div_ceil(1 << level) * size.width.div_ceil(1 << level);
         let widths = &self.config.block_out_channels;
         let (first_width, last_level) = (widths[0], widths.len() - 1);
+        // `outside` counts layers outside of checkpoints. `conv` takes the numbers of input values and output pixels.
         saved.outside(|saved| {
             saved.conv(&self.conv_in, (area(0) * self.config.in_channels, area(0)));
             self.time_embedding.saved(saved);
             self.add_embedding.saved(saved);
         });
+        // A down block takes the areas of its own level and of the next one, to which it downsamples. The last block
+        // does not read the second area.
         for (level, block) in self.down_blocks.iter().enumerate() {
             block.saved((area(level), area(level + 1)), size.tokens, saved);
         }
         self.mid_block.saved(area(last_level), size.tokens, saved);
+        // An up block takes the areas of its own level and of the level above, to which it upsamples. The block of
+        // level 0 does not read the second area. `channels` is the number of channels of the block's input.
         let mut channels = widths[last_level];
         for (level, block) in (0..=last_level).rev().zip(&self.up_blocks) {
             channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);

@@ -96,13 +96,14 @@ impl Start {
     }
 }
 
-/// Compute the norm of the weight's elements of each output, (out).
+/// Compute the norm of the weight's elements of each output, (out). The weight is (out, in), or for a convolution
+/// (out, height, width, in).
 pub(super) fn output_norm(weight: &Tensor) -> Result<Tensor> {
     let all_but_first: Vec<usize> = (1..weight.rank()).collect();
     weight.sqr()?.sum(&all_but_first, false)?.sqrt()
 }
 
-/// Compute the norm of the weight's elements of each input, (1, in).
+/// Compute the norm of the weight's elements of each input, (1, in). The weight is as for [`output_norm`].
 pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
     let all_but_last: Vec<usize> = (0..weight.rank() - 1).collect();
     weight.sqr()?.sum(&all_but_last, false)?.sqrt()?.unsqueeze(0)

@@ -73,6 +73,7 @@ registered!(
     MuonRule,
     "Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: the update of a matrix is its momentum, made orthogonal; \
      AdamW updates vectors.",
+    // torch takes the first seven hyper-parameters by position.
     positional: 7,
     MuonConfig::default()
 );
@@ -86,6 +87,7 @@ impl Rule for MuonRule {
     const UPDATE: Update<MuonConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<MuonConfig, f64>> = Some(update::<f64>);
     const KERNELS: Option<Kernels<MuonConfig>> = Some(Kernels {
+        // The kernel `whole_prepare` begins a step, and no other kernel runs before `muon_step`.
         prepare: "whole",
         step: "muon_step",
         before: &[],
@@ -106,7 +108,7 @@ impl Rule for MuonRule {
                 config.eps,
                 config.ns_steps as f64,
                 f64::from(u8::from(config.match_rms_adamw)),
-                0.0,
+                0.0, // not read
             ],
             ..Settings::default()
         },

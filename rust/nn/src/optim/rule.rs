@@ -101,7 +101,8 @@ pub struct Chunk<'a, T> {
     pub grad: &'a [T],
     /// The states in the order of [`Rule::states`]; all zeros before the first step.
     pub states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// Where the update may write two numbers for the optimizer. None if the chunk is a part of a variable, or if the
+    /// Where the update may write two sums over the chunk's elements, from which the optimizer Prodigy estimates its
+    /// learning rate. Other updates ignore this. None if the chunk is a part of a variable, or if the
     /// variable is rounded stochastically.
     pub sums: Option<&'a mut [f64; 2]>,
 }
