@@ -23,16 +23,16 @@ def main() -> None:
     sides = {}
     for name, kind in (("ours", tc.optim.AdamW8bit), ("ours f32 AdamW", tc.optim.AdamW)):
         var = tc.Var(values)
-        (var * tc.tensor(grads)).sum().backward()
+        (var * tc.tensor(grads)).sum().backward()  # sets `var.grad` to `grads`
         optimizer = kind([var], lr=1e-4, weight_decay=0.01)
         sides[name] = optimizer.step
-        optimizer.step()
+        optimizer.step()  # makes the states
         print(f"{name}: {optimizer.state_bytes / PARAMETERS:.3f} bytes of state a parameter")
     torch = timing.find_torch()
     if torch:
         fused = torch.from_numpy(values.copy()).requires_grad_()
         fused.grad = torch.from_numpy(grads)
-        # timing.report divides our time by the time of the side named "torch".
+        # timing.report divides the time of the side "ours" by that of the side "torch".
         sides["torch"] = torch.optim.AdamW([fused], lr=1e-4, weight_decay=0.01, fused=True).step
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -41,6 +41,7 @@ def main() -> None:
         tc.set_num_threads(threads)
         if torch:
             torch.set_num_threads(threads)
+        # A third of --rounds, because a step over 16 M parameters takes long.
         times = timing.race(sides, max(options.rounds // 3, 5))
         timing.report(f"16 M parameters, {threads} threads, torch fused", times)
 

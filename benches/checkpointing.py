@@ -20,8 +20,10 @@ class Block:
     def __init__(self, rng: np.random.Generator) -> None:
         def lora(out: int, inner: int) -> tc.nn.LoRALinear:
             weight = rng.standard_normal((out, inner), dtype=np.float32) / np.sqrt(inner)
-            layer = tc.nn.LoRALinear(tc.tensor(weight.astype(np.float32)), RANK, RANK)
-            # The factor B starts at zero; random values make every gradient of the LoRA non-zero.
+            base_weight = tc.tensor(weight.astype(np.float32))
+            layer = tc.nn.LoRALinear(base_weight, rank=RANK, alpha=RANK)
+            # The variables are the factors A and B. B starts at zero; random values make every
+            # gradient of the LoRA non-zero.
             layer.get_vars()[1].set(tc.randn((out, RANK)) * 0.01)
             return layer
 
@@ -39,6 +41,7 @@ class Block:
         return x + self.down(self.up(h).gelu())
 
     def _heads(self, x: tc.Tensor) -> tc.Tensor:
+        """(batch, tokens, width) -> (batch, heads, tokens, width of a head)."""
         return x.reshape(BATCH, TOKENS, HEADS, WIDTH // HEADS).permute(0, 2, 1, 3)
 
 
@@ -54,12 +57,13 @@ def main() -> None:
         y = x
         for block in blocks:
             y = tc.checkpoint(block, y, policy=policy)
-        saved[policy] = tc.memory.saved_bytes()
+        saved[policy] = tc.memory.saved_bytes()  # after the forward pass, when they are most
         (y * y).mean().backward()
 
     sides = {
         policy: (lambda policy=policy: step(policy)) for policy in ("none", "selective", "full")
     }
+    # A third of --rounds, because a step takes long.
     seconds = timing.race(sides, max(options.rounds // 3, 5))
     for policy in sides:
         print(

@@ -10,12 +10,13 @@ constexpr int MAX_AXES = 8;
 template <int K> struct Strided {
     uint64_t count;                 // number of elements of each tensor
     uint32_t axes;                  // number of axes, at least 1; the first is the outermost
-    uint32_t width;                 // elements for each thread: 1, or as many as 16 bytes hold of the tensors' largest type
+    uint32_t width;                 // elements for each thread: 1, or as many elements of the tensors' largest type as 16 bytes hold
     uint64_t sizes[MAX_AXES];
-    uint64_t strides[K][MAX_AXES];  // in elements; if `width` is above 1, it divides the size of the last axis, whose strides are 0 or 1
+    uint64_t strides[K][MAX_AXES];  // in elements; 0 along an axis that the tensor is broadcast along. If `width` is above 1, it divides
+                                    // the size of the last axis, and the strides of this axis are 0 or 1
 };
 
-// Writes to `offsets[k]` the offset in tensor k of the element whose index in row-major order is `index`.
+// Writes to `offsets[k]` the offset, in elements, in tensor k of the element whose index in row-major order is `index`.
 template <typename Index, int K>
 __device__ __forceinline__ void locate(const Strided<K> &tensors, Index index, uint64_t (&offsets)[K]) {
 #pragma unroll
@@ -44,7 +45,8 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T 
 
 // If `tensors.width` is 1, calls `body.template run<1>(offsets, strides)` for each element. Otherwise `tensors.width` must be WIDTH, and
 // each call of `run<WIDTH>` is for WIDTH neighbouring elements. For each tensor, `offsets` has the offset of the first of these elements,
-// and `strides` the stride of the last axis. Launch: one thread for each call, one-dimensional blocks of any size.
+// and `strides` the stride of the last axis, as `load` takes it. Launch: one-dimensional blocks of any size, with a thread for each call,
+// that is for each `tensors.width` elements; more threads do nothing.
 template <int WIDTH, int K, typename Body> __device__ __forceinline__ void for_each(const Strided<K> &tensors, Body body) {
     const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * tensors.width;
     if (start >= tensors.count) return;

@@ -1,4 +1,7 @@
-"""Jobs in a background thread, whose errors are raised in the threads that use it."""
+"""Jobs, such as writing files, in a background thread.
+
+Their errors are raised in the threads that submit jobs or wait for them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ class BackgroundWriter:
         self._name = name
         self._most = most
         self._jobs: deque[Callable[[], object]] = deque()
-        self._is_working = False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._is_working = False  # whether there is a thread that runs jobs
+        self._error: BaseException | None = None  # of a failed job, until a call raises it
+        self._changed = threading.Condition()  # guards the fields above
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Append `job` to the queue; if the queue is full, wait until it is not.
+        """Append `job` to the queue; if the queue is full, wait until a job leaves it.
 
         Raises:
             BaseException: the error of an earlier job; `job` does not run.

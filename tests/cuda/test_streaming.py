@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
-# The number of blocks in the model.
+# The number of blocks in the model. `load(COUNT)`, below, streams all of them.
 COUNT = sum(
     json.loads((FLUX / "transformer" / "config.json").read_text())[name]
     for name in ("num_layers", "num_single_layers")
@@ -51,7 +51,7 @@ STEP = f"""
 def block_copies(run: Any) -> list[Any]:
     """The copies from the host on the stream that copies blocks.
 
-    Of the streams that copy from the host, that stream has the highest number.
+    Of the streams that copy from the host, the stream that copies blocks has the highest number.
     """
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
     block_stream = max((call["stream"] for call in found), key=int)
@@ -70,24 +70,27 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     mark("end")
     """
     )
-    assert run.of("refused") == []
+    assert run.of("refused") == []  # the simulated libraries have rejected no call
     second = run.after("second")
     found = block_copies(second)
     # Two slots of device memory hold the weights of two blocks. The previous backward pass left the
     # first two blocks in them, and the forward pass leaves the last two: each pass copies all
     # blocks but two. Each block's modulation is copied once in a step. Quantized weights have
     # tensors of two dtypes, which take one copy each.
-    unit_copies = 1 if quantize is None else 2
+    copies_of_unit = 1 if quantize is None else 2
+    # The forward and the backward pass, and the modulation.
     units = 2 * (COUNT - 2) + COUNT
-    assert len(found) == unit_copies * units
+    assert len(found) == copies_of_unit * units
     assert {call["pageable"] for call in found} == {"0"}
     # The copies of each unit wait for the work that used its slot, and later work waits for them.
+    # For both, one stream records an event, and the other waits for the event.
     block_stream = found[0]["stream"]
     waits, records = second.of("wait"), second.of("record")
     assert sum(call["stream"] == block_stream for call in waits) == units
     assert sum(call["stream"] == block_stream for call in records) == units
     assert sum(call["stream"] != block_stream for call in records) == units
     assert sum(call["stream"] != block_stream for call in waits) >= units
+    # The host itself does not wait for the device, and no memory is allocated.
     assert second.waits == []
     assert second.of("grow", "alloc-pinned") == []
 
@@ -105,15 +108,15 @@ def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
     )
     forward = run.after("forward")
     calls, found = forward.calls, block_copies(forward)
-    places = [i for i, call in enumerate(calls) if call in found]
+    copies = [i for i, call in enumerate(calls) if call in found]
     # The last copy is that of the last block. The block before it computes until the stream of the
     # kernels waits for this copy.
     is_work = [call.kind in {"launch", "product"} for call in calls]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
     awaited = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
-    assert places[-1] < awaited
-    assert any(is_work[places[-1] : awaited])
-    assert any(is_work[awaited:])
+    assert copies[-1] < awaited
+    assert any(is_work[copies[-1] : awaited])  # work of the block before the last
+    assert any(is_work[awaited:])  # work of the last block
 
 
 def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
@@ -134,11 +137,13 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
     ends = run.of("capture-end")
     assert ends
     assert all(end["valid"] == "1" for end in ends)
+    # Both functions were recorded before call 3.
     for call in (3, 4):
         replay = run.after(f"call-{call}")
-        assert len(replay.of("replay")) == 2
-        # A graph cannot rely on what the slots contain at its start, so it copies the first two
-        # blocks again.
+        assert len(replay.of("replay")) == 2  # of `step` and of `plain`
+        # The graph copies all blocks in the forward pass, all but two in the backward pass, and the
+        # modulation of all. It copies the first two blocks again, because it cannot rely on what the
+        # slots contain at its start.
         assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
         assert replay.waits == []
 
@@ -193,8 +198,9 @@ BUFFER = 8 << 20
 def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     cuda: Any, quantize: str | None, limited: str
 ) -> None:
-    # With "driver", the driver pins at most one buffer of a ring and 64 KiB more. Copies of other
-    # values take that buffer. With "setting", the limit of pinned memory for blocks is 0 bytes.
+    # With "driver", the driver pins at most one buffer and 64 KiB more. Copies of values other than
+    # blocks take that buffer, so the ring of the blocks has none. With "setting", the limit of
+    # pinned memory for blocks is 0 bytes; the buffers of the ring do not count.
     settings = {"PINNED": str(BUFFER + (64 << 10))} if limited == "driver" else {}
     set_limit = (
         "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
@@ -221,12 +227,15 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     found = block_copies(second)
     # Blocks are copied as often as from pinned memory; the first test of this file explains the
     # counts. Weights that do not fit in the rest of a buffer need several copies.
-    unit_copies = 1 if quantize is None else 2
+    copies_of_unit = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
-    assert len(found) >= unit_copies * units
-    # If the ring has no buffer, the driver copies from pageable memory itself.
+    assert len(found) >= copies_of_unit * units
     pageable = {call["pageable"] for call in found}
-    assert "1" in pageable if settings else pageable == {"0"}
+    if limited == "driver":
+        # The ring has no buffer: the driver copies from pageable memory itself.
+        assert "1" in pageable
+    else:
+        assert pageable == {"0"}
     block_stream = found[0]["stream"]
     assert sum(call["stream"] == block_stream for call in second.of("wait")) == units
     assert second.of("alloc-pinned") == []
@@ -247,9 +256,10 @@ def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
             captured(*inputs)
     except tc.errors.DeviceError as error:
         print(error)
+    # With weights in pageable memory, these calls run the step without a graph, and succeed.
     graphs = PassGraphs(lambda inputs, first: step(*inputs.values()), keep=2)
     for _ in range(4):
-        graphs(dict(zip(names, inputs)), True)
+        graphs(dict(zip(names, inputs)), first=True)
     mark("loaded")
     # Another function can be recorded while the thread that copies pageable memory works.
     plain = tc.cuda.capture(lambda x: x * 2, inputs[:1])
@@ -260,6 +270,7 @@ def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
     mark("end")
     """
     )
+    # The message of the DeviceError of `captured`: other than pinned memory.
     assert "a CUDA graph cannot copy from other memory" in run.output
     assert run.after("loaded").of("refused") == []
     assert len(run.after("loaded").of("replay")) >= 2
@@ -319,7 +330,8 @@ def test_two_ranks_pin_one_copy_of_the_weights(cuda: Any, quantize: str | None) 
         with tc.no_grad():
             model(**{{name: case[name].to(device) for name in names}})
         tc.cuda.synchronize(device)
-        # The size of each shared file. The threads may map a file at several addresses.
+        # The size of each shared file, by its inode (field 4); field 0 is the range of addresses.
+        # The threads may map a file at several addresses.
         sizes = {{
             line.split()[4]: int(line.split()[0].split("-")[1], 16)
             - int(line.split()[0].split("-")[0], 16)

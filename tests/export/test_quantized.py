@@ -13,6 +13,8 @@ from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 from trainable_candle.nn.functional import fake_quantize
 
+# `make_adapter` writes an adapter with random weights, and returns the logits (`scores`) of the model
+# with the adapter. The fixture `weights` is the folder of a tiny model.
 from .test_export import into_shards, make_adapter, scores, weights  # noqa: F401 - a fixture
 
 # The end of the names of the weights of the blocks' linear layers.
@@ -26,7 +28,10 @@ def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
 
 
 def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
-    """Return the weights of a folder by name; round those of the blocks' linear layers to `to`."""
+    """Return the weights of a folder by name; round those of the blocks' linear layers.
+
+    Rounding quantizes to the format `to`, and dequantizes.
+    """
     return {
         key: (fake_quantize(weight, to) if key.endswith(LINEAR) else weight).numpy()
         for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()
@@ -94,9 +99,10 @@ def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
             functional = pytest.importorskip("bitsandbytes").functional
             found[name] = functional.dequantize_4bit(weight.data, weight.quant_state).float()
         elif type(layer).__name__ == "Linear8bitLt":
+            # The largest absolute value of each row, which the code 127 stands for.
             scales = weight.SCB if weight.SCB is not None else layer.state.SCB
             found[name] = weight.data.float() * scales[:, None] / 127
-        elif hasattr(layer, "quantization_scheme"):
+        elif hasattr(layer, "quantization_scheme"):  # a layer of compressed_tensors
             found[name] = weight.float() * getattr(layer, "weight_scale", 1)
     return {f"{name}.weight": values.detach().numpy() for name, values in found.items()}
 
@@ -142,12 +148,14 @@ def test_merging_stores_the_weights_that_qat_computed_with(tmp_path: Path) -> No
 def test_the_losses_before_and_after_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # With so small an alpha, the adapter hardly changes the model, so its loss stays low.
     make_adapter(BUILT_IN, tmp_path / "a.safetensors", r=1, lora_alpha=0.1)
     data = tmp_path / "chats.jsonl"
     rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--to", "nf4", "--dataset", str(data))
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
+    # The line is `loss: adapter not merged 1.2345, merged and quantized 1.3456`.
     line = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
     before, after = (float(part.split()[-1]) for part in line.split(","))
     assert before < after < before + 5
@@ -160,7 +168,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
         (["--dataset", "d"], "--dataset has no effect without --to"),
         (["--resolution", "64"], "--resolution has no effect without --dataset of images"),
         (["--max-side", "8"], "--max-side has no effect without --dataset of images"),
-        (["--to", "int8", "--max-side", "8"], "--max-side has no effect without --dataset of im"),
+        (["--to", "int8", "--max-side", "8"], "--max-side has no effect without --dataset of"),
     ],
     ids=["format", "dataset", "resolution", "max side", "max side and format"],
 )
@@ -215,7 +223,7 @@ def test_a_model_is_quantized_without_an_adapter(
     found = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
     for key, value in rounded(weights, to).items():
         np.testing.assert_allclose(found[key].numpy(), value, rtol=1e-6, err_msg=key)
-    facts = tc.inspect(folder).parts[""]
+    facts = tc.inspect(folder).parts[""]  # a language model has one part, without a name
     assert facts.stored_format == to
     assert tc.inspect(weights).parts[""].stored_format is None
 
@@ -228,16 +236,17 @@ def test_an_adapter_merged_into_a_quantized_folder_leaves_it_unquantized(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = quantized(weights, tmp_path / to, to)
-    expected = make_adapter(folder, adapter := tmp_path / "a.safetensors")
+    expected_scores = make_adapter(folder, adapter := tmp_path / "a.safetensors")
     assert merged(folder, adapter, tmp_path / "merged") == 0
     assert f"note: the base was dequantized from {to}; the merged" in capsys.readouterr().out
     # With this entry, transformers would take the merged weights for quantized ones.
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     stored = tc.load_file(tmp_path / "merged" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in stored.values()} <= {"f32", "bf16"}
+    # Without --dtype, the merged weights may be rounded to bf16; with f32, the logits are the same.
     assert merged(folder, adapter, tmp_path / "exact", "--dtype", "f32") == 0
     found = scores(CausalLM.from_pretrained(tmp_path / "exact", dtype="f32"))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("flags", [[], ["--gguf", "q8_0"]], ids=["safetensors", "gguf"])

@@ -1,4 +1,6 @@
-"""The losses of a language model, with and without its adapter, against peft and transformers.
+"""The losses of a language model equal those that peft and transformers compute from its files.
+
+This holds for the base, the base with its adapter, and the merged model.
 
 The tests are skipped where torch, peft or transformers is missing.
 """
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The folder of the tiny Qwen3 with a tokenizer whose tokens are single bytes."""
+    """The folder of the tiny Qwen3; its tokenizer has three special tokens and all single bytes."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     folder = tmp_path / "weights"
@@ -68,8 +70,11 @@ def test_peft_and_transformers_compute_the_same_losses(
     )
     train_adapter(config, progress=False, report=lambda _: None)
     task = families.load("causal-lm", weights, "f32", "cpu", config)
+    # `run/peft` is the folder that the run has written for peft. The effect of its adapter is not
+    # scaled (1.0).
     task.load_adapter(tmp_path / "run" / "peft", 1.0)
-    data, _ = load_texts(dataset, task.family.tokenizer, TextOptions(128))
+    options = TextOptions(sequence_length=128)
+    data, _ = load_texts(dataset, task.family.tokenizer, options)
     ours = PreparedTexts(task.family, data, task.without_adapter, print)
     adapted_loss = ours.validation_loss()
     with task.without_adapter():
@@ -78,11 +83,11 @@ def test_peft_and_transformers_compute_the_same_losses(
     model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
 
     def loss(module: torch.nn.Module) -> float:
-        """Return the mean over the learnt tokens of all examples."""
+        """Return the mean cross-entropy of the learnt tokens (those of answers) of all examples."""
         losses = []
         for example in data.examples:
             ids = torch.from_numpy(example.ids)[None]
-            labels = torch.from_numpy(np.where(example.learnt, example.ids, -100))
+            labels = torch.from_numpy(np.where(example.learnt, example.ids, -100))  # not learnt
             with torch.no_grad():
                 logits = module(ids).logits[0, :-1]
             losses.append(

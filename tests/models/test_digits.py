@@ -21,7 +21,8 @@ def inputs(batch: int = 3) -> tuple[tc.Tensor, tc.Tensor, tc.Tensor]:
 def folder(tmp_path: Path) -> Path:
     """The folder of a saved model with random weights.
 
-    A new model's gates are zero, so that its blocks have no effect. Random changes give them one.
+    In a new model, gates that are zero multiply the results of the blocks, so the blocks have no
+    effect. Random changes of all parameters make the gates non-zero.
     """
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=2)
@@ -33,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def frozen(folder: Path) -> DigitsTransformer:
+    """The saved model, loaded; without an adapter, it has no trainable parameters."""
     return DigitsTransformer.from_pretrained(folder)
 
 
@@ -61,7 +63,8 @@ def test_training_the_adapter_leaves_the_base_unchanged(frozen: DigitsTransforme
     np.testing.assert_array_equal(frozen(*arguments).numpy(), base)
     parameters = adapter.named_parameters()
     assert "transformer_blocks.1.ff.net.2.lora_B.weight" in parameters
-    assert len(parameters) == 2 * 2 * 2  # blocks, layers in each, factors of each
+    # 2 blocks, each with 2 target layers, each with the factors A and B.
+    assert len(parameters) == 2 * 2 * 2
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
     target = tc.zeros((3, 1, 8, 8))
     losses = []
@@ -102,6 +105,7 @@ def test_a_loaded_adapter_has_the_same_effect_also_merged_and_takes_a_scale(
     frozen.unmerge_adapter()
     np.testing.assert_array_equal(frozen(*arguments).numpy(), adapted)
     frozen.remove_adapter()
+    # With this scale, the adapter has almost no effect.
     frozen.load_adapter(tmp_path / "adapter.safetensors", scale=1e-30)
     np.testing.assert_allclose(frozen(*arguments).numpy(), base, rtol=1e-6, atol=1e-7)
 
@@ -149,6 +153,7 @@ def test_wrong_arguments_and_files_are_reported(
         tc.ShapeError, match=r"sample has shape \[3, 8, 8\], expected \(B, 1, 8, 8\)"
     ):
         frozen(sample.squeeze(1), timestep, labels)
+    # The labels 0, 1 and 2 become 8, 9 and 10; the model has the classes 0 to 9.
     with pytest.raises(tc.IndexOutOfRangeError, match="embedding"):
         frozen(sample, timestep, labels + 8)
     with pytest.raises(tc.ConfigError, match="match no layer"):

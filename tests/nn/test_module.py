@@ -10,8 +10,8 @@ from trainable_candle import nn
 class Block(nn.Module):
     def __init__(self, width):
         self.fc = nn.Linear.init(width, width)
-        self.scale = tc.ones(width)
-        self._hidden = tc.zeros(3)
+        self.scale = tc.ones(width)  # a tensor that is no parameter
+        self._hidden = tc.zeros(3)  # has no name among the tensors, because it begins with `_`
 
     def forward(self, x):
         return self.fc(x) * self.scale
@@ -30,6 +30,7 @@ class Net(nn.Module):
         return self.heads["out"](x) * self.gain
 
 
+# The names of the tensors of a `Net`; all but the two `scale` are parameters.
 NAMES = [
     "blocks.0.fc.weight",
     "blocks.0.fc.bias",
@@ -68,7 +69,7 @@ def test_gradients_reach_every_parameter():
 def test_shared_parameters_and_modules_come_once():
     net = Net()
     net.tied = net.blocks[0].fc.weight
-    assert len(net.parameters()) == 6
+    assert len(net.parameters()) == 6  # as many as without `tied`
     net.again = net.blocks[1]
     assert len(net.parameters()) == 6
     net.parent = net
@@ -98,8 +99,8 @@ def test_a_loaded_state_gives_the_same_results():
     first.blocks[0].scale = tc.full((4,), 3.0)
     gain = second.gain
     result = second.load_state_dict(first.state_dict())
-    assert result == ([], [])
-    assert second.gain is gain
+    assert result == ([], [])  # the missing and the unexpected names
+    assert second.gain is gain  # a variable gets the value in place
     x = tc.randn(5, 4)
     np.testing.assert_array_equal(first(x).numpy(), second(x).numpy())
     assert second.blocks[0].scale.tolist() == [3, 3, 3, 3]
@@ -156,7 +157,8 @@ def test_calling_a_module_without_forward_is_an_error():
 
 @pytest.mark.parametrize("mode", [(2, 2), "no", 1, None], ids=repr)
 def test_train_rejects_modes_other_than_true_and_false(mode: object) -> None:
-    layer = tc.nn.LoRALinear(tc.ones(4, 4), 2, 2)
+    rank, alpha = 2, 2
+    layer = tc.nn.LoRALinear(tc.ones(4, 4), rank, alpha)
     with pytest.raises(tc.ArgumentError, match=r"train: mode is .*, expected True"):
         layer.train(mode)
     assert layer(tc.ones(1, 4)).shape == (1, 4)

@@ -98,6 +98,7 @@ def test_adafactor_follows_torch(name, shape, options):
     golden = tc.load_file(GOLDEN / "torch.safetensors")
     size = int(np.prod(shape))
 
+    # `p0` is the initial parameter, and `grad.I` the gradient of step I of 8, all (37, 29).
     def part(key):
         """Return the first elements of a golden tensor, in the shape of the case."""
         return golden[key].flatten()[:size].reshape(shape).to("f64")
@@ -119,6 +120,7 @@ def test_the_default_weight_decay_of_adamw_is_that_of_torch():
     x = tc.Var([1.0])
     x.grad = tc.zeros(1)
     optim.AdamW([x], lr=1.0).step()
+    # The default, 0.01, shrinks 1 to 1 - 1.0 * 0.01; the zero gradient adds nothing.
     assert x.item() == pytest.approx(0.99)
 
 
@@ -162,6 +164,7 @@ def test_each_group_has_its_own_learning_rate():
 
 def test_parameters_may_be_a_list_an_iterator_a_dict_or_a_tuple():
     layer = tc.nn.Linear.init(3, 2)
+    # The layer has 3 * 2 weights and 2 biases, so 8 numbers.
     for params in (
         layer.parameters(),
         iter(layer.parameters()),
@@ -175,6 +178,7 @@ def test_parameters_may_be_a_list_an_iterator_a_dict_or_a_tuple():
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
     rng = np.random.default_rng(3)
+    # States of fewer than 4096 values would not be 8-bit.
     start = tc.tensor(rng.standard_normal(5000), dtype=dtype)
     gradients = [tc.tensor(rng.standard_normal(5000), dtype=dtype) for _ in range(6)]
     x = tc.Var(start)
@@ -187,7 +191,7 @@ def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
     y = tc.Var(x)
     other = kind([y], lr=1.0)
     other.load_state_dict(state)
-    assert other.lr == 0.01
+    assert other.lr == 0.01  # the saved one, not 1.0
     for g in gradients[3:]:
         for var, optimizer in ((x, opt), (y, other)):
             var.grad = g
@@ -205,6 +209,8 @@ def test_8bit_states_are_small():
         opt = kind([x], lr=1e-3)
         opt.step()
         bytes_per_value[kind.__name__] = opt.state_bytes / x.numel()
+    # Adam has two states for each value, Lion one: 4 bytes in f32, 1 byte and a share of a scale
+    # in 8 bits.
     assert bytes_per_value["Adam"] == bytes_per_value["AdamW"] == 8
     assert bytes_per_value["Adam8bit"] == bytes_per_value["AdamW8bit"] < 2.1
     assert bytes_per_value["Lion8bit"] < 1.1
@@ -270,9 +276,10 @@ def test_wrong_arguments_are_errors(call, error, text):
 def test_clipping_limits_the_norm_of_gradients():
     x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
     x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
-    # `z` has no gradient. The norm is 5.
+    # `z` has no gradient. The norm of (3, 0, 4) is 5, below the limit of 10.
     assert optim.clip_grad_norm_([x, y, z], 10.0).item() == pytest.approx(5)
     assert x.grad.tolist() == [3, 0]
+    # The infinity norm is the largest absolute value, 4. Clipping divides all gradients by 4.
     assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")).item() == pytest.approx(4)
     assert_close(y.grad, [1.0])
 
@@ -308,6 +315,8 @@ def test_the_loss_scaler_skips_non_finite_steps_and_adapts_its_scale():
     x = tc.Var([1.0])
     opt = optim.SGD([x], lr=1.0)
     scaler = optim.GradScaler(init_scale=8.0, growth_interval=2)
+    # The scale doubles after `growth_interval` steps with finite gradients, and a step with others
+    # halves it.
     for expected_scale, expected_x in ((8, 0.5), (16, 0)):
         opt.zero_grad()
         scaler.scale((x * 0.5).sum()).backward()
@@ -349,14 +358,16 @@ def test_the_loss_scaler_reports_calls_out_of_order_and_wrong_values():
 
 
 # The options of each schedule of 100 steps, and the factor of the learning rate at step s. The
-# factor holds from step 10 on, after the warm-up.
+# formula of the factor holds from step 10 to step 100; before it, the factor rises linearly from 0
+# (the warm-up). For the polynomial, `lr_end` is the final learning rate of the first group, whose
+# initial one is 1.
 SCHEDULES = {
     "constant": ({}, lambda _: 1.0),
-    "linear": ({}, lambda s: max(0.0, (100 - s) / 90)),
+    "linear": ({}, lambda s: (100 - s) / 90),
     "cosine": ({}, lambda s: 0.5 * (1 + np.cos(np.pi * (s - 10) / 90))),
     "polynomial": (
         {"lr_end": 0.1, "power": 2.0},
-        lambda s: 0.9 * (1 - (s - 10) / 90) ** 2 + 0.1 if s < 100 else 0.1,
+        lambda s: 0.9 * (1 - (s - 10) / 90) ** 2 + 0.1,
     ),
 }
 
@@ -371,8 +382,9 @@ def test_schedules_give_their_learning_rates(name):
         found.append(opt.group_lrs)
         scheduler.step()
     expected = [s / 10 if s < 10 else factor(s) for s in range(101)]
+    # The initial learning rates of the two groups are 1 and 2.
     np.testing.assert_allclose(found, [[f, 2 * f] for f in expected], atol=1e-12)
-    scheduler.set_step(5)
+    scheduler.set_step(5)  # half of the warm-up
     assert opt.lr == 0.5
     assert scheduler.last_step == 5
     assert scheduler.base_lrs == [1, 2]
@@ -380,6 +392,7 @@ def test_schedules_give_their_learning_rates(name):
 
 def test_wrong_arguments_of_schedules_are_errors():
     opt = optim.SGD([tc.Var([1.0])], lr=0.1)
+    # The final learning rate must be less than the initial one.
     with pytest.raises(tc.ArgumentError, match="lr_scheduler: found lr_end 1"):
         optim.lr_scheduler.polynomial(opt, total_steps=10, lr_end=1.0)
     with pytest.raises(tc.ArgumentError, match="lr_scheduler: found power 0"):

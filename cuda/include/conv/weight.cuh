@@ -1,17 +1,22 @@
-// Gradient of the weight on the tensor cores:
+// Gradient of a convolution's weight on the tensor cores:
 //   grad_weight[o, a, b, c] = sum over the pixels p of the output of grad_y[p, o] * x[window of p at (a, b), c]
-// This is a product of (out channels, pixels) and (pixels, taps * channels). The pixels can be split among gridDim.z blocks.
+// for the output channel o, the kernel tap at row a and column b, and the input channel c. This is a product of a left operand
+// (out channels, pixels) and a right operand (pixels, taps * channels), whose columns are the pairs (tap, channel). The pixels can be
+// split among gridDim.z blocks.
+//
+// A step adds the products of STEP (64) pixels. In shared memory, a tile (SQUARE_BYTES) has a row for each of these pixels and 64 columns:
+// output channels (left) or pairs of tap and channel (right).
 #pragma once
 
 #include "store.cuh"
 
-// The pixel of the output that a row of a step's tiles belongs to. The loader moves it on by STEP pixels without divisions.
+// The pixel of the output that a row of a step's tiles belongs to. After each step, the loader adds STEP pixels to it, without divisions.
 struct StepPixel {
     int image, y, x;
 };
 
 // Copies tiles into the stages, one step after another: the left tiles from the gradient of the output, the right tiles from the
-// windows of the input.
+// windows of the input. The block takes ROWS output channels (left) and COUNT pairs of tap and channel (right).
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
     // LEFT_COLUMNS and RIGHT_COLUMNS: the number of copies, of LEFT_VEC or RIGHT_VEC values each, for a row of a tile. LEFT_PASS
     // and RIGHT_PASS: the number of rows that the block copies at once. PASSES: the number of rows of a right tile into which a
@@ -22,14 +27,15 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS,
                          PASSES = STEP / RIGHT_PASS;
 
-    // For this thread's first column in each right tile: the input channel (negative if there is none), and the source coordinates of
-    // the kernel tap for the output's pixel (0, 0).
+    // For this thread's first column in each right tile: the input channel (negative if there is none), and the pixel of the input that
+    // the kernel tap reads for the output's pixel (0, 0).
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
     // The pixels of the rows that this thread copies into right tiles, and the distance of STEP pixels as a `StepPixel`.
     StepPixel rows[PASSES], move;
     // The first pixel of the next step to load.
     int pixel;
 
+    // The block's tiles begin at the pair of tap and channel (column of grad_weight) `first_value`, and the sum at the pixel `first_pixel`.
     __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel)
         : pixel(first_pixel) {
         const int values = s.kernel_height * s.kernel_width * s.channels;
@@ -53,7 +59,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
         return {image, line - image * int(s.out_height), pixel - line * int(s.out_width)};
     }
 
-    // Starts the copies of the next step into the stage at address `stage`. `pixels` is the number of pixels of the output.
+    // Starts the copies of the next step into the stage at address `stage`. `grad` is grad_y. `first_out` is the block's first output
+    // channel, and `pixels` the number of pixels of the output.
     __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s,
                                               int first_out, int pixels) {
         const int left_row = int(threadIdx.x) / LEFT_COLUMNS, left_column = int(threadIdx.x) % LEFT_COLUMNS * LEFT_VEC;
@@ -96,11 +103,13 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     }
 };
 
-// Computes the block's tile of ROWS output channels by COUNT (tap, channel) columns. Writes the sums to the block's slice of `partials`
-// or, if `partials` is null, to `grad_weight`. The loop over the steps is that of `conv2d_tensor`.
+// Computes the block's tile of ROWS output channels by COUNT (tap, channel) columns with WARPS_M by WARPS_N warps. `grad` is grad_y. Writes
+// the sums to the block's slice of `partials`, (gridDim.z, out channels, taps * channels), or, if `partials` is null, to `grad_weight`.
+// While a step's tiles are multiplied, the copies of the next STAGES - 1 steps are under way.
 template <typename T, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int LEFT_VEC, int RIGHT_VEC, int STAGES>
 __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad, const T *x, float *partials,
                                                    const Conv2dShape &s) {
+    // A warp computes MF by NF products of 16 rows and 8 columns.
     constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
     using Loads = WeightGradLoader<T, ROWS, COUNT, LEFT_VEC, RIGHT_VEC, THREADS>;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -110,6 +119,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     const int tiles = (values + COUNT - 1) / COUNT;
     const int first_out = int(blockIdx.x) / tiles * ROWS, first_value = int(blockIdx.x) % tiles * COUNT;
     const int pixels = s.batch * s.out_height * s.out_width, all_steps = (pixels + STEP - 1) / STEP;
+    // The share of this block: steps from `begin` on.
     const int begin = int(int64_t(all_steps) * blockIdx.z / gridDim.z);
     const int steps = int(int64_t(all_steps) * (blockIdx.z + 1) / gridDim.z) - begin;
 
@@ -122,8 +132,10 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     float acc[MF][NF][4] = {};
     int stage = 0;
     for (int step = 0; step < steps; ++step) {
+        // There is a group of copies for each step, even if it is empty, so this waits for the copies of step number `step`.
         copies_wait<STAGES - 2>();
         __syncthreads();
+        // The stage of the previous step, which all threads have left.
         const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
         if (step + STAGES - 1 < steps)
             loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
@@ -134,6 +146,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     }
     copies_wait<0>();
 
+    // Returns the output channel for a row of the tile; -1 if there is none.
     const auto row_of = [&](int r) -> int64_t { return first_out + r < outs ? first_out + r : -1; };
     if (partials != nullptr) {
         float *slice = partials + int64_t(blockIdx.z) * outs * values;
@@ -142,6 +155,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
             store_partials(slice, nullptr, acc[i], row + i * 16, column, first_value, values, row_of);
         return;
     }
+    // The tile is collected in shared memory, so that it is stored in wide accesses.
     T *staged = reinterpret_cast<T *>(shared);
     __syncthreads();
 #pragma unroll

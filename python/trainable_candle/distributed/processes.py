@@ -1,4 +1,7 @@
-"""The group of several processes: NCCL connects GPUs; all else goes over rank 0."""
+"""The group of several processes that train together: how they add up gradients and communicate.
+
+NCCL connects the GPUs. All other data goes through rank 0.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ class Processes:
     ranks, so the sums on CPUs repeat bit for bit.
 
     Args:
-        world: the ranks of this process, and where the processes meet.
+        world: the rank of this process among all and on its machine, and where the processes meet.
         device: the device on which this process computes; not `auto`.
-        facts: what must be equal in all processes, by name, besides versions and kinds of device.
+        facts: what must be equal in all processes, by name. Versions and the kind of device (`cpu`
+            or `cuda`) are added.
         narrow: whether GPUs send each other gradients as bf16.
         step_seconds: the seconds that a step may take before its process counts as hung.
 
@@ -83,6 +87,7 @@ class Processes:
             CudaUnavailableError, DistributedError: see `Processes`.
         """
         own_id = _core.nccl_unique_id() if self.rank == 0 else b""
+        # `scatter` returns the message of rank 0 in all processes.
         unique_id = self._link.scatter(bytes(own_id))
         self._communicator = _core.NcclCommunicator(
             self.device, self.rank, self.size, unique_id, NCCL_SECONDS
@@ -91,7 +96,7 @@ class Processes:
         # If GPUs cannot reach each other, some drivers return zeros or hang: check a sum.
         total = self._communicator.all_reduce(tc.tensor([self.rank + 1.0], device=self.device))
         self._wait_for_gpu(_TEST_SECONDS)
-        expected = self.size * (self.size + 1) / 2
+        expected = self.size * (self.size + 1) / 2  # 1 + 2 + ... + size
         if float(total) != expected:
             raise DistributedError(
                 f"distributed: the sum over {self.size} GPUs is {float(total)}, expected "
@@ -115,6 +120,7 @@ class Processes:
         if self._communicator is not None:
             with self._explained():
                 return self._communicator.all_reduce_gradients(variables, tail, self._narrow)
+        # The gradients, concatenated to a few vectors, which are summed one after the other.
         vectors = _core.gradient_vectors(variables)
         sums = [_like(vector, self._sum(_numbers(vector))) for vector in vectors]
         _core.set_gradient_vectors(variables, sums)
@@ -132,7 +138,7 @@ class Processes:
                     self._communicator.broadcast_(var, 0)
                 continue
             values = _numbers(var.detach())
-            sent = self._link.scatter(values.tobytes())
+            sent = self._link.scatter(values.tobytes())  # the bytes of rank 0
             var.set(_like(var, np.frombuffer(sent, values.dtype).reshape(values.shape)))
         self.wait()
 
@@ -148,7 +154,7 @@ class Processes:
         return _like(tensor, self._sum(_numbers(tensor)))
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Send a message to all processes; returns the messages of all processes, by rank.
+        """Send a message to all processes; return the messages of all processes, by rank.
 
         Raises:
             DistributedError: another process has failed.
@@ -162,6 +168,7 @@ class Processes:
             DistributedError: another process has failed.
         """
         with self._busy("waiting for the others"):
+            # Returns when all have sent a message.
             self.exchange(b"")
 
     def wait(self) -> None:
@@ -176,20 +183,20 @@ class Processes:
         self._link.require_alive()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return a context for one step; if that takes too long, this process counts as failed."""
+        """Return a context for one step; if it takes too long, this process counts as failed."""
         return self._busy("a step", self._step_seconds)
 
     @contextmanager
     def _busy(self, phase: str, limit: float | None = None) -> Iterator[None]:
-        """Return a context in which the others know that this process is in `phase`.
+        """Return a context in which the other processes know that this process is in `phase`.
 
         If it stays there for more than `limit` seconds, it counts as failed.
         """
-        before = self._link.enter(phase, limit)
+        previous = self._link.enter(phase, limit)
         try:
             yield
         finally:
-            self._link.enter(*before)
+            self._link.enter(*previous)
 
     def fail(self, reason: str) -> None:
         """Make all processes end; their error messages give the reason."""
@@ -213,7 +220,8 @@ class Processes:
     def _sum(self, values: NDArray[Any]) -> NDArray[Any]:
         """Add up the values of all processes, in the order of the ranks, in the values' dtype."""
         parts = self._link.gather(values.tobytes())
-        # Only rank 0 has parts, of which the first is its own; it sends the total to the others.
+        # `parts` has the bytes of each rank, but is empty in all ranks but 0. Rank 0 adds the parts
+        # of the others to its own values and sends them the total; theirs is ignored.
         total = values
         for part in parts[1:]:
             total = total + np.frombuffer(part, values.dtype).reshape(values.shape)

@@ -81,6 +81,7 @@ class TrainConfig(
         for name, (hint, setting) in settings().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint, setting))
         for group in GROUPS:
+            # Each function returns the error message if settings contradict each other, else None.
             for contradiction in group.contradictions:
                 complaint = contradiction(self)
                 if complaint is not None:
@@ -221,12 +222,12 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
             two names mean one setting.
     """
     found: dict[str, Any] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, str] = {}  # the settings' own names -> the names in `values`
     for key, value in _flat(values):
         text = key.replace("-", "_")
         name = _synonyms().get(text, text)
         if name not in settings():
-            advice = instead(text)
+            advice = instead(text)  # if it is another tool's name, what to do
             if advice is not None:
                 raise ConfigError(f"`{key}` {advice}")
             raise ConfigError(f"unknown setting `{key}`{nearest(text, settings())}")

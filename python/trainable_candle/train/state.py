@@ -55,7 +55,7 @@ def checkpoint_path(output: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a folder; the name is one of `checkpoint_path`."""
+    """Return the step in the name of a folder; `checkpoint_path` has made the name."""
     return int(folder.name.rpartition("-")[2])
 
 
@@ -178,8 +178,8 @@ class Draft:
         """Rename the temporary folder to its final name.
 
         An older checkpoint of that name is removed. If the process is killed during the renaming,
-        the old or the new checkpoint remains. If only the old one remains, it may still have the
-        suffix `.replaced`, which `restore` removes.
+        the old or the new checkpoint remains. If only the old one remains, its name may still end
+        in `.replaced`; `restore` gives it its old name back.
 
         Raises:
             OSError: a folder cannot be renamed.
@@ -246,7 +246,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
         var.set(stored[name].to(var.device))
     try:
         # Load the optimizer's state after setting the variables. The state may have f32 copies of
-        # f16 and bf16 variables. If a variable were set later, its copy would be replaced.
+        # f16 and bf16 variables. If a variable were set later, the next step would replace its copy
+        # by the rounded values of the variable.
         optimizer.load_state_dict(optimizer_state)
     except Error as error:
         raise WeightsFormatError(
@@ -300,6 +301,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
     """Return the error for a checkpoint's damaged file: why, and from where to resume instead."""
+    # Only folders of `checkpoint_path` have a step in their names, and so earlier checkpoints.
     has_step = _NAME.fullmatch(folder.name) is not None
     candidates = checkpoints(folder.parent) if has_step else []
     earlier = [other for other in candidates if step_of(other) < step_of(folder)]
@@ -317,7 +319,7 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
     Raises:
         WeightsFormatError: they differ.
     """
-    differing = sorted(stored.keys() ^ parameters.keys())
+    differing = sorted(stored.keys() ^ parameters.keys())  # names in only one of the two
     if differing:
         raise WeightsFormatError(
             f"resume: {folder} holds other parameters than this run trains "

@@ -17,7 +17,8 @@ use crate::{Error, Result};
 pub struct Tensor {
     pub(crate) raw: Raw,
     pub(crate) node: Option<Arc<Node>>,
-    /// The version of the variable that owns the storage, if a variable owns it; views share the version.
+    /// The version of the variable that owns the storage, if a variable owns it; views share the version. It counts the
+    /// in-place changes, so that a backward pass detects that a saved value was overwritten.
     pub(crate) version: Option<Arc<Version>>,
 }
 
@@ -111,7 +112,7 @@ impl Tensor {
         self
     }
 
-    /// The candle tensor with the values. The tape does not record candle's operations on it.
+    /// The candle tensor with the values. The tape does not record the operations that candle itself does on it.
     pub const fn raw(&self) -> &Raw {
         &self.raw
     }
@@ -205,10 +206,13 @@ impl Tensor {
         raw::to_vec(&self.raw)
     }
 
+    /// Checks that the host may read the values. It may not read those of a GPU while a function is captured as a CUDA
+    /// graph, because the capture records the kernels without running them.
     fn check_readable(&self, op: &'static str) -> Result<()> {
         if self.device().is_cpu() { Ok(()) } else { capture::refuse(op) }
     }
 
+    /// Checks that `T` is the type of the elements.
     fn check_rust_type<T: candle_core::WithDType>(&self, op: &'static str) -> Result<()> {
         if T::DTYPE == self.dtype() {
             return Ok(());

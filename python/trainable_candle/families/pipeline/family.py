@@ -1,4 +1,7 @@
-"""The base of families whose weights are a diffusers pipeline or an original checkpoint."""
+"""The base of families whose weights are a diffusers pipeline or a checkpoint in one file.
+
+Such a file has the layout in which the model's authors published the weights.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """
         given = [("text_encoder", path) for path in self.config.text_encoder]
         given += [("vae", self.config.vae)] if self.config.vae else []
+        # `existing` returns the path, or raises MissingFileError.
         paths = [(name, existing(name, Path(path).expanduser())) for name, path in given]
         for name, path in paths:
             if (path / "model_index.json").is_file():
@@ -103,6 +107,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
             ConfigError: the path of `--vae` is not an autoencoder, a path of `--text-encoder` is
                 one, or a file is of another model.
         """
+        # `facts` tells from the contents of the given files which one is the autoencoder, regardless
+        # of the flag. Reading them also raises the errors for missing and damaged files.
         vae, given = self.facts.parts["vae"].path.resolve(), self.config.vae
         if given and Path(given).expanduser().resolve() != vae:
             raise ConfigError(
@@ -167,7 +173,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         They include the text encoders, the autoencoder, predictions with guidance, decoding, the
         images and, unless it is loaded already, the denoiser.
         """
-        loaded = "model" in vars(self)
+        loaded = "model" in vars(self)  # where `cached_property` stores the denoiser
         return memory.sampling_bytes(self, self.config, size, count, loaded=loaded)
 
     def encode_area(self) -> int:
@@ -183,8 +189,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @cached_property
     def model(self) -> Model:
         """The denoiser, which is loaded on first use."""
-        where = self.source(self.component)
-        with multiplying_codes(self.config):
+        where = self.source(self.component)  # `component`: the name of the denoiser's part
+        with multiplying_codes(self.config):  # `--w8a8`
             return load(**where, **self.config.streaming, dtype=self.dtype, device=self.device)
 
     def use_model(self, path: Path) -> None:
@@ -208,7 +214,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
     def text_precision(self) -> str:
         """The text encoders' dtype, followed by the format that they are quantized to, if any.
 
-        If their formats differ, each encoder has its own. Caches of captions depend on this text.
+        If their formats differ, the dtype is followed by the format of each encoder, "same" for one
+        that is not quantized. Caches of captions depend on this text.
         """
         formats = list(self.facts.text_formats(self.config).values())
         if len(set(formats)) == 1:
@@ -218,6 +225,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @cached_property
     def coder(self) -> KLCoder:
         """The autoencoder with the conversion of its latents to those that the denoiser reads."""
+        # `factor`: pixels per latent pixel along one side of an image.
         config, factor = self.facts.parts["vae"].config, self.facts.factor
         return self.coder_kind(
             self.source("vae"), config, factor, self.device, self._latents_identity

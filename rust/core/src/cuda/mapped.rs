@@ -1,4 +1,5 @@
-//! Tensors whose memory is pinned memory of the host. Kernels of a device read and write them over the bus.
+//! Tensors whose memory is pinned memory of the host. Kernels of a device read and write them over the bus. Optimizers
+//! can keep their states in such tensors, which take no memory of the device.
 //!
 //! Kernels, graphs and views treat these tensors as all other tensors of the device. Only copies to the host differ:
 //! the host reads the memory itself ([`read`]).
@@ -30,8 +31,8 @@ impl Allocate for InHostMemory<'_> {
             );
             Error::OutOfMemory { op, message }
         };
-        // Without stream-ordered memory, dropping the slice would call another function than the one that frees this
-        // memory.
+        // A device without stream-ordered memory cannot have the tensor: there, dropping the slice would call another
+        // function than the one that frees this memory.
         if !may_pin(bytes) || !self.gpu.stream().context().has_async_alloc() {
             return Err(out_of_memory());
         }
@@ -53,12 +54,14 @@ impl Allocate for InHostMemory<'_> {
 /// a function is being captured, or if the driver reports an error.
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
+    // A graph cannot contain the allocation.
     capture::refuse(op)?;
     tensor_in(op, gpu, dims, dtype, &InHostMemory { op, gpu })
 }
 
-/// Reads the `count` elements of a dense tensor at `address`, after waiting for the device. Returns `None` if the
-/// tensor is empty or is not in memory that [`zeros_on_host`] has allocated.
+/// Reads the `count` elements of a contiguous tensor at `address`, after waiting for the queued work of the device.
+/// Returns `None` if the tensor is empty or is not in memory that [`zeros_on_host`] has allocated: then the caller copies
+/// from the device.
 ///
 /// # Errors
 /// [`Error::Device`] if the driver reports an error.

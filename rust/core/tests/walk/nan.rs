@@ -1,5 +1,6 @@
-//! NaN is never lost: if an input element is NaN, every element of the value and of the gradients that depends on the
-//! input element is NaN.
+//! Checks that operations never lose a NaN: if an input element is NaN, every element of the value and of the gradients
+//! that depends on the input element is NaN. [`is_passed_on`] checks the cases of the registry, [`is_passed_on_at_edges`]
+//! functions of long rows.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -42,7 +43,8 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
 /// on it. An output element depends on an input element if another finite value of the input element changes the output
 /// element, computed in f64 on the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
-    let wide = text(draw(case, DType::F64, false))?;
+    // The inputs in f64, not strided.
+    let wide = text(draw(case, DType::F64, /* strided: */ false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
     let checked_count = if PIECEWISE_LINEAR.contains(&name) { value_count } else { before.len() };
     for (index, input) in wide.iter().enumerate() {
@@ -64,6 +66,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
                     *depends |= (after - before).abs() > 1e-9 * before.abs().max(1.0);
                 }
             }
+            // Only the dtypes of `TOLERANCE` matter here.
             for (dtype, _) in TOLERANCE {
                 let inputs = text(replaced(f64::NAN, dtype))?;
                 let inputs = text(inputs.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
@@ -104,6 +107,9 @@ enum NanAt {
     All,
 }
 
+// The arguments of reductions are the axes and whether to keep them (`var`: the correction, too); of norms: weight, bias
+// and eps, after the number of normalized axes or of groups. Tensors for `group_norm` are (batch, positions, channels).
+// Of attention, the last three arguments are the mask, whether it is causal, and the scale.
 const FUNCTIONS: &[Function] = &[
     Function { name: "sum", run: |x| x.sum(&[1], false), nan_at: NanAt::Row, gradient: false },
     Function { name: "mean", run: |x| x.mean(&[1], true), nan_at: NanAt::Row, gradient: false },
@@ -260,9 +266,9 @@ fn targets(x: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
 }
 
-/// Calls `attention` for three sequences, one for each row of `x`. The arguments are: one query of fixed numbers per
-/// sequence; the elements of the row, each repeated 16 times, as the keys or the values; fixed numbers of the same
-/// shape.
+/// Calls `attention` for three sequences of n positions and width 16, one for each row of `x`. The arguments are: one
+/// query of fixed numbers per sequence (3, 1, 16); the elements of the row, each repeated 16 times, as the keys or the
+/// values (3, n, 16); fixed numbers of the same shape, for the other of the two.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
@@ -271,12 +277,13 @@ fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Te
 /// Row lengths around the sizes of warps, vectorized loads and blocks of the kernels.
 const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
 
-/// Writes single NaNs, and runs of consecutive NaNs, into row 1 at the edges of warps and blocks, and checks
-/// [`FUNCTIONS`].
+/// Writes single NaNs, and runs of consecutive NaNs, into row 1 of tensors (3, n) at the edges of warps and blocks, and
+/// checks [`FUNCTIONS`].
 pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     let mut failures = Vec::new();
     for n in LENGTHS {
         let edges = [0, 15, 31, 32, 255, 256, 1023, 1024, 2047, 8191];
+        // Ranges of columns.
         let mut places: Vec<_> =
             edges.iter().chain(&[n - 1, n.saturating_sub(2), n / 2]).map(|&at| at..at + 1).collect();
         places.extend([0..n - 1, 0..1024, 1024..2048, 1..n, 0..n]);
@@ -309,13 +316,16 @@ pub fn is_passed_on_at_edges(device: &Device) -> Checked {
 }
 
 impl Function {
+    /// Runs the function on `x`, whose row 1 has NaN in the columns `place`, and checks the value and the gradient.
     fn check(&self, x: &Tensor, place: std::ops::Range<usize>) -> Checked {
         let (value, gradients) = text(value_and_gradients(&|x| (self.run)(&x[0]), std::slice::from_ref(x)))?;
         let (value, n) = (text(to_f64_vec(value.raw()))?, x.dims()[1]);
         // The elements of the value for each row; 0 if the value is a scalar, which all rows have in common.
         let width = value.len() / 3;
         for (i, number) in value.iter().enumerate() {
+            // A scalar counts as an element of row 1.
             let (row, column) = i.checked_div(width).map_or((1, 0), |row| (row, i % width));
+            // `None`: the element may be NaN or not.
             let expected = match self.nan_at {
                 NanAt::All => Some(true),
                 _ if row != 1 => Some(false),

@@ -46,7 +46,7 @@ impl Number {
         Self { value: value as f64, kind: Kind::Integer(value) }
     }
 
-    /// The number in `object`, which is an integer if `is_integer`, otherwise a float.
+    /// Reads the number in `object`, which is an integer if `is_integer`, otherwise a float.
     ///
     /// # Errors
     /// The exception of Python's conversion of `object` to a float.
@@ -154,7 +154,8 @@ impl Operand<'_> {
         }
     }
 
-    /// Call `apply` with the operand as a tensor. A number becomes an f32 tensor on `device`; tensors do not change.
+    /// Call `apply` with the operand as a tensor. A number becomes an f32 tensor on `device`; a tensor or an array keeps
+    /// its dtype and its device.
     pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),
@@ -185,7 +186,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
     /// raises a `TypeError` if that operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        // The most frequent types come first; the second check for a tensor finds its subclass, `Var`.
+        // The most frequent types come first. `cast_exact` finds `Tensor` alone, fast; `cast`, below, its subclass `Var`.
         if let Ok(tensor) = object.cast_exact::<Tensor>() {
             return Ok(Self::Tensor(&tensor.get().0));
         }
@@ -209,8 +210,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
 #[cold]
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Operand<'static>> {
     if object.cast::<PyUntypedArray>().is_ok() || object.hasattr("__dlpack__")? {
+        // `None`: the array keeps its dtype.
         return Ok(Operand::Array(to_raw("tensor", object, None)?.into()));
     }
+    // For example a numpy scalar; only integers have `__index__`.
     if object.hasattr("__float__")? {
         return Ok(Operand::Number(Number::read(object, object.hasattr("__index__")?)?));
     }
