@@ -9,6 +9,7 @@ GIB = 1 << 30
 
 
 def test_values_go_to_the_device_and_come_back(cuda: Any) -> None:
+    # `run.of("refused")` are calls that the simulated libraries have rejected.
     run = cuda.run("""
         import numpy as np
 
@@ -92,6 +93,8 @@ def test_the_name_of_a_device_is_its_product_name(cuda: Any) -> None:
 
 
 def test_memory_can_be_limited(cuda: Any) -> None:
+    # The first size of each tensor is its memory in MiB. The limit leaves 64 MiB beside `medium`,
+    # which is too little for 128 and enough for `small`. After both are freed, 128 MiB fit, too.
     cuda.run("""
         medium = tc.zeros((100, 1 << 20), dtype="u8", device="cuda")
         limit = tc.cuda.memory_stats()["reserved"] + (64 << 20)
@@ -114,6 +117,8 @@ def test_memory_can_be_limited(cuda: Any) -> None:
 
 
 def test_a_process_goes_on_after_errors_of_full_memory(cuda: Any) -> None:
+    # The GPU has 2 GiB. `zeros` and `full` need 3 GiB of f32, and `matmul` needs 16 GiB for its
+    # 2**16 by 2**16 results. Each tensor of `half` takes 0.5 GiB, and the last tensor 1 GiB.
     run = cuda.run("""
         values = tc.tensor([1.0, 2.0], device="cuda")
         uses = {
@@ -146,8 +151,9 @@ def test_a_process_goes_on_after_errors_of_full_memory(cuda: Any) -> None:
 
 
 def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
-    # The gradient is a part of the optimizer's flat buffer, and `var.grad` is a copy of 1 GiB. Each
-    # tensor in `held` takes 0.5 GiB, so the copy fails first.
+    # The gradient is a part of the optimizer's flat buffer, and each reading of `var.grad` makes a
+    # copy of 1 GiB. The tensors in `held` fill the memory in steps of 0.5 GiB, so the copy fails
+    # before a new tensor does.
     cuda.run("""
         import pytest
         var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))

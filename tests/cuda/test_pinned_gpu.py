@@ -1,6 +1,6 @@
 """On a GPU, a probe finds how much host memory the driver pins, and frees all of it for the run.
 
-The probe, `cuda_pinnable_bytes`, pins up to the wanted number of bytes, and returns how many it got.
+The probe, `cuda_pinnable_bytes`, pins at most the wanted number of bytes; it returns the number.
 """
 
 import os

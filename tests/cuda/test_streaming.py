@@ -142,8 +142,8 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
         replay = run.after(f"call-{call}")
         assert len(replay.of("replay")) == 2  # of `step` and of `plain`
         # The graph copies all blocks in the forward pass, all but two in the backward pass, and the
-        # modulation of all. It copies the first two blocks again, because it cannot rely on what the
-        # slots contain at its start.
+        # modulation of all. The forward pass copies the first two blocks again, because a graph
+        # cannot rely on what the slots contain at its start.
         assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
         assert replay.waits == []
 

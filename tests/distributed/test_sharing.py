@@ -43,8 +43,10 @@ def together(size: int, work: Callable[[Group], Result]) -> list[Result]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Result:
-            world = World(rank, size, rank, size, f"{folder}/meeting", "job", 20.0)
-            group = Processes(world, "cpu", {})
+            # All ranks are on one machine, so local ranks are ranks.
+            address = f"{folder}/meeting"
+            world = World(rank, size, rank, size, address, job="job", join_seconds=20.0)
+            group = Processes(world, "cpu", facts={})
             try:
                 return work(group)
             except BaseException as error:
@@ -88,7 +90,7 @@ def filled(
 ) -> tuple[str, list[float]]:
     """Fill a cache; return its report and the values of all images, read from the cache."""
     area = 2 * 64 * 64  # Encode at most two images of 64 x 64 pixels at a time.
-    cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
+    cache = LatentCache(data, encoder, options, identity={}, folder=folder, encode_area=area)
     report = str(cache.fill(group=group))
     batches = data.fixed_batches(1)
     return report, [float(cache.batch(batch)["mean"][0, 0].item()) for batch in batches]
@@ -142,8 +144,9 @@ def test_a_machine_receives_the_entries_that_its_folder_lacks(
     encoder = Encoder()
     found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
     assert all(sorted(values) == list(range(11)) for _, values in found)
-    # The share of rank 1 is 5 of the 11 images. Rank 1 encodes these, and receives the other 6
-    # entries from rank 0, which encodes nothing.
+    # All 11 entries are missing in rank 1, so the ranks divide all of them: every second one is for
+    # rank 1, which encodes these 5. Rank 0 has the other 6 already: it encodes nothing, and sends
+    # them to rank 1.
     assert len(encoder.seen) == 5
 
 
@@ -171,10 +174,11 @@ def test_every_caption_is_encoded_once(tmp_path: Path) -> None:
         return {"length": tc.tensor([[float(len(text))] for text in texts])}
 
     def work(group: Group) -> list[float]:
-        cache = TextCache(encode, DISK, {}, folder=tmp_path)
+        cache = TextCache(encode, DISK, identity={}, folder=tmp_path)
         cache.fill(captions, group=group)
         return [float(cache.batch([caption])["length"].item()) for caption in captions]
 
+    # Each of the 7 captions, such as "caption 0", has 9 characters.
     assert together(2, work) == [[9.0] * 7] * 2
     # The cache also has the empty caption.
     assert sorted(asked) == ["", *captions]

@@ -13,8 +13,8 @@ from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 from trainable_candle.nn.functional import fake_quantize
 
-# `make_adapter` writes an adapter with random weights, and returns the logits (`scores`) of the model
-# with the adapter. The fixture `weights` is the folder of a tiny model.
+# `make_adapter` writes an adapter with random weights, and returns the logits (`scores`) of the
+# model with the adapter. The fixture `weights` is the folder of a tiny model.
 from .test_export import into_shards, make_adapter, scores, weights  # noqa: F401 - a fixture
 
 # The end of the names of the weights of the blocks' linear layers.

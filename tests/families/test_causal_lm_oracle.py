@@ -87,7 +87,8 @@ def test_peft_and_transformers_compute_the_same_losses(
         losses = []
         for example in data.examples:
             ids = torch.from_numpy(example.ids)[None]
-            labels = torch.from_numpy(np.where(example.learnt, example.ids, -100))  # not learnt
+            # -100 marks the tokens that are not learnt.
+            labels = torch.from_numpy(np.where(example.learnt, example.ids, -100))
             with torch.no_grad():
                 logits = module(ids).logits[0, :-1]
             losses.append(

@@ -315,8 +315,8 @@ def test_the_loss_scaler_skips_non_finite_steps_and_adapts_its_scale():
     x = tc.Var([1.0])
     opt = optim.SGD([x], lr=1.0)
     scaler = optim.GradScaler(init_scale=8.0, growth_interval=2)
-    # The scale doubles after `growth_interval` steps with finite gradients, and a step with others
-    # halves it.
+    # The scale doubles after `growth_interval` (2) steps with finite gradients. A step with
+    # non-finite gradients halves it.
     for expected_scale, expected_x in ((8, 0.5), (16, 0)):
         opt.zero_grad()
         scaler.scale((x * 0.5).sum()).backward()

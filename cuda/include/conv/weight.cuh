@@ -109,7 +109,7 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
 template <typename T, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int LEFT_VEC, int RIGHT_VEC, int STAGES>
 __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad, const T *x, float *partials,
                                                    const Conv2dShape &s) {
-    // A warp computes MF by NF products of 16 rows and 8 columns.
+    // A warp computes MF by NF fragments of 16 rows and 8 columns.
     constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
     using Loads = WeightGradLoader<T, ROWS, COUNT, LEFT_VEC, RIGHT_VEC, THREADS>;
     extern __shared__ __align__(1024) unsigned char shared[];

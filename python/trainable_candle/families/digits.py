@@ -100,11 +100,12 @@ class Digits(LatentFamily):
         Data, DefaultCaption, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Denoising,
         Machine, Several, Files,
     )  # fmt: skip
+    # The base classes describe these. The transformer is the only part, so it has no name.
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    at_once: ClassVar[int] = 256
-    validation_examples: ClassVar[int] = 1
+    at_once: ClassVar[int] = 256  # the batch size of drawing, and the least one of validation
+    validation_examples: ClassVar[int] = 1  # at least; a validation uses each image once
     coder: ClassVar[Pixels] = Pixels()
     resolution: ClassVar[int] = SIDE
 
@@ -157,7 +158,8 @@ class Digits(LatentFamily):
         problems = [problem for image in images if (problem := _problem(image))]
         if problems:
             raise unusable(images[0].path.parent, len(images), problems)
-        fit = Fit(Bucket(SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE))
+        # No image is scaled or cropped.
+        fit = Fit(Bucket(SIDE, SIDE), original=(SIDE, SIDE), scaled=(SIDE, SIDE))
         return Dataset(
             [
                 DatasetItem(image, fit, trigger="", loss_weight=1.0, repeats=1.0, mask="off")
@@ -170,19 +172,25 @@ class Digits(LatentFamily):
         )
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
-        """Estimate the memory of a run: the model, its adapters and, on the CPU, the images."""
+        """Estimate the memory of a run: the model, its adapters and, on the CPU, the images.
+
+        The estimate for a GPU is of GPU memory, so it leaves out the images, which are on the CPU.
+        """
         adapter = adapter_config(config, self.targets, self.formats)
         sizes = {"height": SIDE, "width": SIDE}
         trained = trained_model("model", self._facts, adapter, config, **sizes)
         if not config.on_gpu:
             count = len(data.train) + len(data.validation or ())
-            # Grey pixels in f32.
+            # Grey pixels in f32, 4 bytes each.
             trained.items.append(Item("images", "", 4 * count * SIDE**2))
         phases = {**trained.early_phases, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Return the bytes that drawing `count` images takes; the small transformer is left out."""
+        """Return the bytes that drawing `count` images of `size` (width, height) takes.
+
+        The transformer, which is small, does not count.
+        """
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property

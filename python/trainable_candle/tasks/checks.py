@@ -39,6 +39,7 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
     """
     form = config.format or formats[0]
     problem = f"--format {form} cannot represent"
+    # What messages advise instead; not diffusers' format, which represents the fewest adapters.
     others = [other for other in formats if other not in {form, "diffusers"}]
     instead = f"give --format {others[0]}" if others else "leave it out"
     if form not in formats:
@@ -88,6 +89,7 @@ def check_targets(
     for pattern in config.target_modules:
         if not _matched("--target-modules", pattern, layers):
             raise ConfigError(f"--target-modules: `{pattern}` is not a layer {_examples(layers)}")
+    # `chosen`: without regard to `exclude_modules`.
     chosen = adapted_layers(layers, config.target_modules or targets)
     for pattern in config.exclude_modules:
         if not _matched("--exclude-modules", pattern, {**(others or {}), **chosen}):
@@ -98,6 +100,7 @@ def check_targets(
     adapted = adapted_layers(chosen, config.target_modules or targets, config.exclude_modules)
     if not adapted:
         raise ConfigError("--exclude-modules: no layer is left for an adapter")
+    # The weight of a linear layer has two dimensions.
     convolutions = [name for name, shape in adapted.items() if len(shape) != 2]
     if config.init == PISSA and convolutions:
         raise ConfigError(

@@ -27,14 +27,17 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("train_text_encoder", False),
     ("precision", "bf16"),
 )
-"""Settings with values that need less memory, in the order in which `_what_fits` adds them."""
+"""Settings with values that may need less memory, in the order in which `_what_fits` tries them.
+
+A run may need less with its own value, such as a rank below 128; then `_what_fits` keeps it.
+"""
 _SMALL_RANKS: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
 """Settings that `_what_fits` tries after all others, because small ranks limit the training."""
 _ADVICE: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""Setting -> advice to lower it, for runs that do not fit even with the smallest settings above."""
+"""Setting -> advice to lower it, for runs that do not fit even with all of these values."""
 
 
 def refuse(
@@ -48,7 +51,8 @@ def refuse(
 
     Args:
         found: the estimate of the run before a plan saves memory.
-        smallest: the run's settings, with those values for open settings that need least memory.
+        smallest: the run's settings. Those that the user left to the plan have the values that need
+            least memory.
         groups: the groups of settings that the model takes.
         limit: available bytes.
         estimate: a function that estimates the run with other settings.
@@ -120,7 +124,8 @@ def _what_fits(
     unchanged = estimate(config)
     least = unchanged.peak
     for name, value in _smaller(unchanged):
-        # Skip settings that the model does not support or that contradict others.
+        # Skip settings that the model does not support or that contradict others: these raise
+        # errors.
         with contextlib.suppress(ArgumentError, ConfigError):
             needed = estimate(config.with_(**{**changes, name: value})).peak
             if needed >= least:

@@ -107,8 +107,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
             ConfigError: the path of `--vae` is not an autoencoder, a path of `--text-encoder` is
                 one, or a file is of another model.
         """
-        # `facts` tells from the contents of the given files which one is the autoencoder, regardless
-        # of the flag. Reading them also raises the errors for missing and damaged files.
+        # `facts` tells from the contents of the given files which one is the autoencoder, whatever
+        # the flag. Reading them also raises the errors for missing and damaged files.
         vae, given = self.facts.parts["vae"].path.resolve(), self.config.vae
         if given and Path(given).expanduser().resolve() != vae:
             raise ConfigError(

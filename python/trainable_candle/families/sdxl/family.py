@@ -78,7 +78,8 @@ class SDXL(PipelineFamily[TextEncoders]):
             ConfigError: `--clip-skip` is too large for the text encoders.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
-        # `clip_skip` 0 already skips the last layer, and the features must come from some layer.
+        # With `clip_skip` n, the features come from the layer before the last n + 1 layers, so an
+        # encoder needs at least n + 2 layers.
         most = min(counts) - 2
         if self.config.clip_skip is not None and self.config.clip_skip > most:
             raise ConfigError(
@@ -91,6 +92,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         """The number of values in a caption's features, those of its tokens and the pooled ones."""
         config = self.facts.config
         # The UNet reads the pooled features and an embedding of each of `time_ids` as one vector.
+        # The frame does not matter here: all have equally many `time_ids`.
         vector = config["projection_class_embeddings_input_dim"]
         count = len(time_ids(Frame.whole(1, 1)))
         pooled = vector - count * config["addition_time_embed_dim"]
@@ -154,6 +156,7 @@ class SDXL(PipelineFamily[TextEncoders]):
     def text_identity(self) -> dict[str, str]:
         """Return what the encoded captions depend on: files, clip skip, dtype and quantization."""
         settings = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
+        # A checkpoint without tokenizers uses those of the package, `SHIPPED`.
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
             **parts_identity(self.facts, _TEXT_ENCODERS),

@@ -60,8 +60,8 @@ pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: D
 }
 
 /// Reads the `count` elements of a contiguous tensor at `address`, after waiting for the queued work of the device.
-/// Returns `None` if the tensor is empty or is not in memory that [`zeros_on_host`] has allocated: then the caller copies
-/// from the device.
+/// Returns `None` if the tensor is empty or is not in memory that [`zeros_on_host`] has allocated; then the caller
+/// copies from the device.
 ///
 /// # Errors
 /// [`Error::Device`] if the driver reports an error.

@@ -1,6 +1,6 @@
 //! Checks that operations never lose a NaN: if an input element is NaN, every element of the value and of the gradients
-//! that depends on the input element is NaN. [`is_passed_on`] checks the cases of the registry, [`is_passed_on_at_edges`]
-//! functions of long rows.
+//! that depends on the input element is NaN. [`is_passed_on`] checks a case of the registry, [`is_passed_on_at_edges`]
+//! functions of rows of many lengths.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -43,7 +43,7 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
 /// on it. An output element depends on an input element if another finite value of the input element changes the output
 /// element, computed in f64 on the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
-    // The inputs in f64, not strided.
+    // The inputs in f64.
     let wide = text(draw(case, DType::F64, /* strided: */ false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
     let checked_count = if PIECEWISE_LINEAR.contains(&name) { value_count } else { before.len() };
@@ -109,7 +109,8 @@ enum NanAt {
 
 // The arguments of reductions are the axes and whether to keep them (`var`: the correction, too); of norms: weight, bias
 // and eps, after the number of normalized axes or of groups. Tensors for `group_norm` are (batch, positions, channels).
-// Of attention, the last three arguments are the mask, whether it is causal, and the scale.
+// The last arguments of attention are the mask, whether attention is causal, and the scale; those of cross-entropy the
+// ignored target, the label smoothing and the reduction.
 const FUNCTIONS: &[Function] = &[
     Function { name: "sum", run: |x| x.sum(&[1], false), nan_at: NanAt::Row, gradient: false },
     Function { name: "mean", run: |x| x.mean(&[1], true), nan_at: NanAt::Row, gradient: false },

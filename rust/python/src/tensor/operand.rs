@@ -154,8 +154,8 @@ impl Operand<'_> {
         }
     }
 
-    /// Call `apply` with the operand as a tensor. A number becomes an f32 tensor on `device`; a tensor or an array keeps
-    /// its dtype and its device.
+    /// Call `apply` with the operand as a tensor. A number becomes an f32 tensor on `device`; a tensor or an array
+    /// keeps its dtype and its device.
     pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),
@@ -186,7 +186,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
     /// raises a `TypeError` if that operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        // The most frequent types come first. `cast_exact` finds `Tensor` alone, fast; `cast`, below, its subclass `Var`.
+        // The most frequent types come first. `cast_exact` accepts `Tensor` alone; `cast`, below, its subclass `Var`.
         if let Ok(tensor) = object.cast_exact::<Tensor>() {
             return Ok(Self::Tensor(&tensor.get().0));
         }
