@@ -5,6 +5,10 @@
 // 16 bytes; input channels in multiples of 8; and strides of at most 8. For the gradient of the input, output channels are
 // multiples of 8, too, and strides are at most 2.
 //
+// A tile mMnN of the forward pass or of the gradient of the input is M pixels by N channels of the result. The gradient of the
+// input has a phase for each pair of coordinates modulo the strides. Splits are the parts into which the sum over kernel taps
+// and channels is divided; different blocks compute them. A step adds 64 channels of one tap.
+//
 // For the forward pass and the gradient of the input, choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
 // with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64), where taps is the number of kernel
@@ -16,8 +20,11 @@
 //
 // Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits; block: 384; clusters of two blocks (compiled in).
 // For the forward pass, pixels are those of y, and phases = 1. For the gradient of the input, phases = stride_height *
-// stride_width, and pixels = batch * ceil(height / stride_height) * ceil(width / stride_width). partials and sums_bias as in
-// conv.cu.
+// stride_width, and pixels = batch * ceil(height / stride_height) * ceil(width / stride_width).
+//
+// partials: f32 (splits, pixels of the result, channels of the result); null if the sums are not split and the result is not
+// wanted in f32. If `sums_bias` (f32) is not null, it is added to each slice of partials. `bias` is not.
+//
 // Dynamic shared memory, in bytes:
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
 //   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
@@ -43,6 +50,8 @@
 //   last kernel tap, at most 255. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"
 
+// The macros below have the tile's sizes M and N, and STAGES, the number of buffers for tiles in shared memory. The kernels read
+// the source and the weight through `maps`, so these operands are null; the gradient of the input has no bias.
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
 
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                \
@@ -77,7 +86,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 // the multiprocessors once. M is the number of output channels of a tile.
 // Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
 // splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
-// Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials as in conv.cu.
+// Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials: f32 (splits, elements of the
+// weight), or null. With PAIRED, the two blocks of a cluster take neighbouring output channels, and each fetches half of the
+// windows for both.
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                              \
     extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(           \
         TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {              \

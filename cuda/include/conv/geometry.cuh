@@ -19,10 +19,11 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. Result pixel
-// i has the coordinate `first + every * i` in the result. Tap a has the coordinate `tap_first + tap_every * a` in the
-// convolution kernel. For result pixel i, tap a reads the source at the coordinate `origin + step * i + move * a`, which may
-// be outside the source; such taps add nothing.
+// One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. The result pixels
+// are every `every`-th pixel of the result, from the coordinate `first` on: all pixels in the forward pass (first = 0, every =
+// 1), those of one phase in the gradient of the input. So number i of them has the coordinate `first + every * i`. Tap a has
+// the coordinate `tap_first + tap_every * a` in the convolution kernel. For result pixel i, tap a reads the source at the
+// coordinate `origin + step * i + move * a`, which may be outside the source; such taps add nothing.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -31,14 +32,21 @@ struct Axis {
 };
 
 __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int stride, int padding, int dilation) {
-    return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
+    return {
+        out,      0,      1,        // pixels, first, every
+        kernel,   0,      1,        // taps, tap_first, tap_every
+        -padding, stride, dilation, // origin, step, move
+        size,                       // source
+    };
 }
 
-// The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
-// taps, and neighbours among them read neighbouring pixels of the gradient of the output. A convolution over the gradient of
-// the output with zeros inserted between its pixels would give the same sums. Here no products with such zeros are computed.
+// The axis of one phase of the gradient of the input: of the pixels whose coordinate is `phase` modulo the stride. All these
+// pixels use the same kernel taps, and neighbours among them read neighbouring pixels of the gradient of the output. A
+// convolution over the gradient of the output with zeros inserted between its pixels would give the same sums. Here no
+// products with such zeros are computed.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
+    // The zeros for `pixels`, `taps`, `tap_first`, `origin` and `move` are replaced below; `tap_every` begins at 1, `step` is 1.
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
     axis.pixels = phase < size ? (size - phase + stride - 1) / stride : 0;
     // Of `tap_every` consecutive taps, at most one meets pixels of the gradient of the output; the others would meet inserted
@@ -87,6 +95,7 @@ struct Gather {
     // Returns the index, in the result, of result pixel number `pixel` of this sum.
     template <Direction D> __device__ __forceinline__ int64_t result_pixel(const Conv2dShape &s, int pixel) const {
         if (D == Direction::FORWARD || (y.every == 1 && x.every == 1)) return pixel;
+        // Pixels are numbered image by image and row by row: `line` is the row, counted over all images.
         const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels,
                   i = line - image * y.pixels;
         return (int64_t(image) * s.height + y.first + y.every * i) * s.width + x.first + x.every * j;
@@ -94,7 +103,7 @@ struct Gather {
 };
 
 // The window of result pixel number `pixel` of a sum: the index of the image in the batch, and the source coordinates of the
-// first tap, which may be outside the image.
+// first tap, which may be outside the source.
 struct Window {
     int image, y, x;
 

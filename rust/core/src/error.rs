@@ -113,8 +113,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether this error ends the recomputation of a checkpoint and must pass through the checkpointed function.
-    /// [`backward`](crate::Tensor::backward) never returns such an error.
+    /// Whether this is the error with which a checkpoint leaves its function once all needed values are recomputed. The
+    /// function must pass this error on. [`backward`](crate::Tensor::backward) never returns it.
     #[doc(hidden)]
     pub fn ends_recomputation(&self) -> bool {
         matches!(self, Self::External(source) if source.is::<crate::checkpoint::Complete>())
@@ -210,6 +210,7 @@ impl From<candle_core::Error> for Error {
             }
             C::Cuda(source) => crate::cuda::from_candle(source),
             C::NotCompiledWithCudaSupport => Self::CudaUnavailable("this build has no CUDA support".into()),
+            // `Self::Io` needs a path, which candle does not report here.
             C::Io(source) => Self::Candle(source.to_string()),
             other => Self::Candle(other.to_string()),
         }

@@ -1,5 +1,6 @@
 //! Compares optimizers, clipping and schedules with stored results of torch, bitsandbytes, prodigyopt and transformers
-//! (tests/golden/optim, whose scripts describe the names of the tensors).
+//! (tests/golden/optim, whose scripts describe the names of the tensors). `p0` has a variable's initial values, `grad.I`
+//! its gradient for step I, and `CASE.p` its values after the last step.
 
 use std::path::Path;
 
@@ -130,6 +131,7 @@ fn adafactor_follows_torch() {
         maximize: true,
     };
     let default = AdafactorConfig::default();
+    // `p0` and the gradients have 37 x 29 = 1073 elements; the case with matrices uses the first 960.
     let cases: [(&str, &[usize], &AdafactorConfig); 4] = [
         ("adafactor", &[37, 29], &default),
         ("adafactor_options", &[37, 29], &options),
@@ -263,7 +265,8 @@ fn follows_bitsandbytes(name: &str, len: usize, lr: f64, make: impl Fn(Vec<Var>)
 
 #[test]
 fn eight_bit_optimizers_follow_bitsandbytes() {
-    // 5000 elements are 19 full blocks of 256 elements and one partial block.
+    // 5000 elements are 19 full blocks of 256 elements and one partial block. `new` takes the learning rate and
+    // the weight decay.
     follows_bitsandbytes("adamw8bit", 5000, 0.01, |params| Box::new(AdamW8bit::new(params, 0.01, 0.1).unwrap()));
     follows_bitsandbytes("adam8bit", 5000, 0.01, |params| Box::new(Adam8bit::new(params, 0.01, 0.0).unwrap()));
     follows_bitsandbytes("lion8bit", 5000, 0.001, |params| Box::new(Lion8bit::new(params, 0.001, 0.1).unwrap()));
@@ -271,6 +274,7 @@ fn eight_bit_optimizers_follow_bitsandbytes() {
 
 #[test]
 fn small_parameters_keep_f32_states_as_in_bitsandbytes() {
+    // 1000 elements are fewer than `min_8bit_size`, 4096.
     follows_bitsandbytes("adamw8bit", 1000, 0.01, |params| Box::new(AdamW8bit::new(params, 0.01, 0.1).unwrap()));
     follows_bitsandbytes("lion8bit", 1000, 0.001, |params| Box::new(Lion8bit::new(params, 0.001, 0.1).unwrap()));
 }
@@ -284,6 +288,7 @@ fn lion_follows_bitsandbytes() {
         opt.vars()[0].set_grad(&golden.tensor(&format!("grad{i}.1000"))).unwrap();
         opt.step_all().unwrap();
     }
+    // The values after step 6, the last, and bitsandbytes' only state of Lion.
     assert!(difference(&opt.vars()[0], &golden.tensor("lion8bit.p6.1000")) <= 1e-6);
     let exp_avg = &opt.state_dict().unwrap()["0.exp_avg"];
     assert_eq!(exp_avg.to_vec::<f32>().unwrap(), golden.f32_values("lion8bit.state1.1000"));
@@ -291,6 +296,8 @@ fn lion_follows_bitsandbytes() {
 
 #[test]
 fn flat_buffers_quantize_each_variable_separately() {
+    // 5000 elements get 8-bit states, 1000 get f32 states. Neither is a multiple of 256, the elements of a block of
+    // states, so blocks over the whole flat buffer would mix variables.
     const SIZES: [usize; 3] = [5000, 1000, 5000];
     let golden = Golden::open("bitsandbytes.safetensors");
     let initial = SIZES.map(|size| golden.tensor(&format!("p0.{size}")));
@@ -331,6 +338,7 @@ fn dynamic_maps_are_those_of_bitsandbytes() {
 #[test]
 fn clipping_follows_torch() {
     const MAX_NORM: f64 = 1.5;
+    const ERROR_IF_NONFINITE: bool = false;
     let golden = Golden::open("torch.safetensors");
     for (norm_type, name) in [(NormType::L2, "2"), (NormType::Inf, "inf")] {
         for dtype in [DType::F32, DType::F64] {
@@ -339,7 +347,7 @@ fn clipping_follows_torch() {
             let vars: Vec<Var> =
                 grads.iter().map(|g| Var::zeros(g.shape().clone(), dtype, &Device::Cpu).unwrap()).collect();
             vars.iter().zip(&grads).for_each(|(var, grad)| var.set_grad(grad).unwrap());
-            let norm = clip_grad_norm_(&vars, MAX_NORM, norm_type, false).unwrap().item().unwrap();
+            let norm = clip_grad_norm_(&vars, MAX_NORM, norm_type, ERROR_IF_NONFINITE).unwrap().item().unwrap();
             let expected = golden.tensor(&format!("clip.{name}.norm")).item().unwrap();
             assert!((norm / expected - 1.0).abs() < 1e-6, "norm {norm}, expected {expected}");
             // Of the clipped gradients, the golden file has only number 3.

@@ -22,12 +22,13 @@ use crate::{Error, Raw, Result};
 
 const OP: &str = "matmul";
 
-/// The most addresses that one launch of `write_addresses` takes as arguments.
+/// The most addresses that one launch of `write_addresses` takes as arguments: 3840 bytes of the 4096 that the
+/// arguments of a launch may have.
 const MOST_ADDRESSES: usize = 480;
 /// The most products of a call: each has three addresses, of a, b and the result.
 const MOST_PRODUCTS: usize = MOST_ADDRESSES / 3;
 
-/// The required alignment of the addresses in a batch in bytes: the widest access of a thread.
+/// The required alignment of the addresses in a batch, in bytes. It is that of the widest access of a thread.
 const ALIGNMENT: Address = 16;
 
 /// The properties that the products of one call share.
@@ -99,6 +100,7 @@ impl Key {
 /// Does on a CUDA device what [`compute::products`](crate::compute::products) describes.
 pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     let mut results: Vec<Option<Raw>> = vec![None; work.len()];
+    // Sets the results of those products for which there is a faster kernel than cuBLAS'.
     super::low_rank_gradient::run(work, &mut results)?;
     // The indices of the products with each key; `order` has the keys in the order of their first products.
     let mut groups: FxHashMap<Key, Vec<usize>> = FxHashMap::default();
@@ -112,6 +114,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
                 }
                 group.push(index);
             }
+            // A product alone: `product_of` makes a new result, `matmul_accumulate` adds to a tensor.
             None => results[index] = Some(product.run(product_of, matmul_accumulate)?),
         }
     }
@@ -169,6 +172,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let table = empty(OP, gpu, &[3 * count], DType::I64)?;
     let to = address(OP, &table)?;
     let function = gpu.function(&WRITE_ADDRESSES, &[])?;
+    // One block, with a thread for each address.
     let shape = Shape::linear(OP, 1, MOST_ADDRESSES as u32)?;
     let arguments = WriteAddresses { table: Mut::new(to, Element::U64), count: 3 * count as u32, addresses };
     // SAFETY: the table has room for `3 * count` addresses.
@@ -183,7 +187,8 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let queue = || {
         // SAFETY: the table holds the addresses of `count` matrices a, of as many b, and of their results, whose sizes
         // and types are those of the key. cuBLAS queues the products in the device's stream, and the table is freed in
-        // the order of this stream. yᵀ = bᵀ aᵀ, so b is cuBLAS' first operand (see `gemm.rs`).
+        // the order of this stream. yᵀ = bᵀ aᵀ, so b is cuBLAS' first operand (see `gemm.rs`),
+        // and the columns of yᵀ are n elements apart.
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),

@@ -15,10 +15,11 @@ use super::product_calls::{Arithmetic, Call, DataType, Extras, Key, Layout, Owne
 use super::profile::measured;
 use crate::{Error, Result};
 
+/// The operation that errors of cuBLASLt name.
 const OP: &str = "linear";
 
-/// The most recommendations of cuBLASLt among which an algorithm with the preferred tile is looked for. cuBLASLt
-/// recommends about eight algorithms for a product.
+/// The most recommendations to request from cuBLASLt if one tile (the part of the result that a thread block computes)
+/// is preferred: the algorithm with this tile need not be the first. cuBLASLt has about eight for a product.
 const ALGORITHMS: usize = 8;
 
 /// Return the largest power of two up to 256 that divides an address.
@@ -46,8 +47,8 @@ pub(super) unsafe fn run(
     extras: Extras,
 ) -> Result<bool> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
-    let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
-    let call = match known.entry(key) {
+    let mut calls = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
+    let call = match calls.entry(key) {
         Entry::Occupied(entry) => entry.into_mut(),
         Entry::Vacant(entry) => entry.insert(find(gpu, &key, extras)?),
     };
@@ -79,6 +80,7 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     }
     let [operand_type, result_type] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);
+    // `distance` is that of neighbouring columns, in elements.
     let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
         let layout = result::create_matrix_layout(kind, rows, columns, distance).map_err(failed)?;
         Ok(Owned(layout, result::destroy_matrix_layout))
@@ -104,10 +106,12 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
         let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
-        // The addresses make the description complete. Each call sets its own (`queue`).
+        // The search below needs a complete description, so it gets the addresses of this call. `queue` sets the
+        // addresses for each call.
         set_vectors(&description, extras)?;
     }
     if key.arithmetic.is_fast() {
+        // Sums have fewer bits than f32 has.
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
     }
     let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
@@ -125,6 +129,7 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
     let mut recommended = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(ALGORITHMS);
     let (wanted, mut count) = (if tile.is_some() { ALGORITHMS } else { 1 }, 0);
+    // `y` stands twice: the addend (cuBLASLt's C) has the layout of the result (D).
     // SAFETY: all descriptions are alive; there is room for the results, of which the first `count` are written.
     let status = unsafe {
         let (handle, to) = (handle(gpu), recommended.as_mut_ptr());
@@ -167,7 +172,8 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], extras: Extras) -> Res
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
-    // The factors are alpha = 1 and beta = 0; with an addend, beta is 1, too.
+    // The factors are alpha = 1 and beta = 0; with an addend, beta is 1, too. Without one, the addend's address is that
+    // of y, which is not read.
     let (floats, integers) = ([0f32, 1.0], [0i32, 1]);
     let factor = |is_one: bool| -> *const c_void {
         let i = usize::from(is_one);

@@ -90,6 +90,9 @@ impl Shards {
         bytes: usize,
         fill: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<Self> {
+        // Each `all_gather` waits for all processes, and returns an error in all of them if one has failed. After the
+        // first, all shards exist and this process has the texts to open them; after the second, all processes have
+        // opened the shards and may write; after the third, all have written.
         let ((own, _), every) = sharing.all_gather(Self::own(sharing, device, bytes), |(_, text)| text.clone())?;
         let texts: Vec<&str> = sharing.machine().iter().map(|&rank| every[rank].as_str()).collect();
         let (mut shards, _) = sharing.all_gather(own.open(&texts, sharing.number()), |_| String::new())?;
@@ -171,9 +174,9 @@ impl Shards {
         Some(all)
     }
 
-    /// The copies that bring all bytes of `place` to `to`, the tensor of this dtype in a slot, if the shards are on the
-    /// devices. Process `p` begins with the slice of process `p + 1`, so that no two processes read from one device at
-    /// a time while all processes copy.
+    /// The copies that bring all bytes of `place` to `to`, if the shards are on the devices; otherwise none. `to` is
+    /// the tensor for the bytes of this dtype in a slot (the place for one unit on the device). Process `p` begins with
+    /// the slice of process `p + 1`, so that no two processes read from one device at a time while all processes copy.
     pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
         let Self::Device(shards) = self else { return Ok(Vec::new()) };
         let size = to.dtype().size_in_bytes();
@@ -188,7 +191,7 @@ impl Shards {
     }
 
     /// Bytes `range` of `place`, if the shards are on the devices: copied to a vector on the CPU that has the dtype and
-    /// the element count of `like`.
+    /// the element count of `like`. Zeros if the shards are in the memory of the host.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {
@@ -206,15 +209,17 @@ mod tests {
     #[test]
     fn pieces_cover_the_range_in_order_and_lie_in_slices_of_equal_size() {
         for (len, processes) in [(0, 2), (1, 3), (1024, 2), (5000, 3), (256 * 7, 4)] {
-            let place = Place::new(512, len, processes);
+            let start = 512;
+            let place = Place::new(start, len, processes);
             assert_eq!(place.slice % ALIGNMENT, 0);
+            // The slices hold all bytes, and each has less than `ALIGNMENT` bytes of padding.
             assert!(place.slice * processes >= len && place.slice * processes < len + processes * ALIGNMENT);
             for range in [0..len, len / 3..len, len / 3..len / 2, len..len] {
                 let mut at = range.start;
                 for piece in place.pieces(range.clone()) {
                     assert_eq!(piece.range.start, at);
                     assert!(piece.process < processes && !piece.range.is_empty());
-                    assert_eq!(piece.start, 512 + at - piece.process * place.slice);
+                    assert_eq!(piece.start, start + at - piece.process * place.slice);
                     assert!(piece.start + piece.range.len() <= place.end());
                     at = piece.range.end;
                 }

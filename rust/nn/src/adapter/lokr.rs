@@ -31,7 +31,9 @@ pub static KIND: AdapterKind = AdapterKind {
         (LARGE[1], Layout::Same),
         (LARGE[2], Layout::FlatKernel),
     ],
+    // Each LoKr has exactly one of these parameters, by which readers of files recognize the kind.
     mark: &[SMALL[0], SMALL[1]],
+    // The first dimension of these parameters is the rank.
     ranked: &[LARGE[2], SMALL[2]],
     saved: SavedByAdapter::low_rank,
     start,
@@ -169,7 +171,8 @@ impl Delta for LoKr {
 mod tests {
     use super::factorization;
 
-    /// The expected values are the results of `lycoris.functional.general.factorization` of LyCORIS 4.1.
+    /// Each size has the expected results for `factor` = None, 2, 4, 8 and 16: those of
+    /// `lycoris.functional.general.factorization` of LyCORIS 4.1.
     #[test]
     fn sizes_are_factored_as_in_lycoris() {
         for (size, expected) in [

@@ -1,4 +1,4 @@
-//! The demo's model.
+//! `DigitsTransformer` in Python: the image generator of the demo with handwritten digits.
 
 use std::sync::Arc;
 
@@ -50,7 +50,8 @@ const OP: &str = "DigitsTransformer";
 impl DigitsTransformer {
     #[new]
     #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3),
-        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3), num_classes=Integer::of(10), device="cpu"))]
+        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3),
+        num_classes=Integer::of(10), device="cpu"))]
     #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn new(
         sample_size: Integer,
@@ -70,6 +71,7 @@ impl DigitsTransformer {
             attention_head_dim: attention_head_dim.count(OP, "attention_head_dim")?,
             mlp_ratio: mlp_ratio.count(OP, "mlp_ratio")?,
             num_classes: num_classes.count(OP, "num_classes")?,
+            // One colour channel, and the width of the timestep's embedding.
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;

@@ -72,7 +72,8 @@ pub(super) struct Recorded {
 
 impl Recording {
     /// Begin a capture on this thread. Draws from the state `start` on will read the generator's state at the address
-    /// `generator`. `known` are fingerprints of the values that the function may copy from the CPU.
+    /// `generator`. `known` are the fingerprints of the values that the function copied from the CPU
+    /// in an eager run; copies of other values are rejected.
     ///
     /// # Errors
     /// [`Error::Device`] if another captured function runs on this thread, another thread captures, or the driver
@@ -89,6 +90,7 @@ impl Recording {
         recording.lease = Some(Lease(gpu));
         recorder::begin(generator, start);
         upload::capture(known);
+        // The stream waits for the copies that the device's second stream makes.
         gpu.meet_copies().map_err(|error| driver_error(OP, error))?;
         // The mode is relaxed, because the function may map memory and load modules during the capture.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -106,6 +108,7 @@ impl Recording {
         }
         let end = || {
             self.gpu.stream().context().bind_to_thread()?;
+            // As at the begin of the capture, the stream waits for the copies of the second stream.
             let met = self.gpu.meet_copies();
             // SAFETY: the stream is capturing.
             let graph = unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) };
@@ -133,7 +136,8 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // If `finish` was not called, the recorded work is discarded here.
+        // If `finish` was not called, the recorded work is discarded here. Otherwise `finish` has made the
+        // next three calls already, and they find nothing to do.
         let _ = self.close();
         upload::finish_capture();
         recorder::end();

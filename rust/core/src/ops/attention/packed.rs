@@ -1,6 +1,6 @@
-//! Attention over q, k and v that lie side by side in one tensor, the layout that
-//! [`linear_group`](crate::ops::linear_group::linear_group) computes. The operation reads q, k and v in place, and
-//! writes their gradients side by side.
+//! Attention over q, k and v that lie side by side in one tensor, or over q in one tensor and k and v side by side in
+//! another: the layout that [`linear_group`](crate::ops::linear_group::linear_group) computes. The operation reads q, k
+//! and v in place, and writes their gradients side by side.
 
 use super::cpu::{self, SavedValues};
 use super::{backward, forward};
@@ -38,7 +38,8 @@ pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_c
         inputs,
         || {
             let operands = packed.operands(&x.raw, context.map(|context| &context.raw))?;
-            let (o, log_sums) = forward(&packed.attention, operands.each_ref(), None)?;
+            let mask = None;
+            let (o, log_sums) = forward(&packed.attention, operands.each_ref(), mask)?;
             Ok((o.transpose(1, 2)?.reshape(packed.result.as_slice())?, std::iter::once(log_sums).collect()))
         },
         |saver, o, log_sums| PackedBackward {
@@ -108,7 +109,9 @@ impl Packed {
         }
         let scale = 1.0 / ((width / heads).max(1) as f64).sqrt();
         let (scores, visible_keys) = (vec![batch, heads, queries, keys], cpu::VisibleKeys::of(is_causal));
-        let attention = cpu::Attention { scores, scale, visible_keys, group: 1 };
+        // Each head of queries has its own head of keys and values.
+        let group = 1;
+        let attention = cpu::Attention { scores, scale, visible_keys, group };
         Ok(Self { parts, heads, result: [batch, queries, width], attention })
     }
 
@@ -119,7 +122,7 @@ impl Packed {
         Ok(by_head.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
     }
 
-    /// q, k and v as views of x and of the context, both contiguous.
+    /// q, k and v as views of x and of the context, which must be contiguous.
     fn split(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
         let [in_x, in_context] = self.parts;
         let part = |index: usize| match context {
@@ -154,7 +157,8 @@ impl Packed {
                 let [batch, _, width] = self.result;
                 for (place, part) in places.into_iter().zip(grads) {
                     if let (Some((packed, index, _)), Some(part)) = (place, part) {
-                        // The heads of a token are adjacent in `part`, so the transpose is contiguous already.
+                        // The heads of a token are adjacent in `part`, so the transpose is contiguous already and is
+                        // not copied.
                         let tokens = compute::contiguous(&part.transpose(1, 2)?)?;
                         let tokens = tokens.reshape((batch, packed.dims()[1], width))?;
                         compute::copy_into(&packed.narrow(2, index * width, width)?, &tokens)?;
@@ -185,13 +189,15 @@ impl Backward for PackedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let packed = &self.packed;
         let (x, keys_and_values) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
+        // The result and its gradient (B, S, D) are one part each.
+        let (index, parts) = (0, 1);
         let saved = SavedValues {
             inputs: packed.operands(&x, keys_and_values.as_ref())?,
             mask: None,
-            result: packed.part(&self.result.get()?, 0, 1)?,
+            result: packed.part(&self.result.get()?, index, parts)?,
             log_sums: self.log_sums.get()?,
         };
-        let grad = packed.part(&compute::contiguous(context.grad())?, 0, 1)?;
+        let grad = packed.part(&compute::contiguous(context.grad())?, index, parts)?;
         let unset_like = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
         let grad_x = context.needs(0).then(|| unset_like(&x)).transpose()?;
         let grad_context = keys_and_values.as_ref().filter(|_| context.needs(1)).map(unset_like).transpose()?;

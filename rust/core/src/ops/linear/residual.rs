@@ -1,8 +1,9 @@
 //! The sum of the result of a frozen linear map and a residual, as at the end of a transformer block.
 //!
-//! On a GPU, most products of codes add the residual as they write the result: cuBLASLt before it rounds the result,
-//! the kernel for int8 codes after. Otherwise a separate kernel adds the residual. cuBLASLt could add it in a
-//! half-precision product too, but this would make the product slower by as much time as the separate kernel takes.
+//! On a GPU, most products with the codes of quantized weights add the residual as they write the result: cuBLASLt
+//! adds it before it rounds the result, the kernel for int8 codes afterwards. In all other cases a separate kernel adds
+//! the residual. cuBLASLt could add it in a half-precision product too, but this would make the product slower by as
+//! much time as the separate kernel takes.
 
 use candle_core::Shape;
 
@@ -40,6 +41,7 @@ pub fn linear_add<'a>(
         return linear(x, weight, bias)?.add(residual);
     }
     check_frozen(op, weight, bias)?;
+    // Input 0 on the tape is x, input 1 is the residual.
     record(
         &LINEAR_ADD,
         &[x, residual],
@@ -76,13 +78,14 @@ pub(in crate::ops) fn forward_add(x: &Raw, weight: WeightRef<'_>, bias: Option<&
                 return Ok(y);
             }
         }
+        // `here` is the weight's copy on the device.
         WeightRef::Streamed(weight) => return forward_add(x, (&weight.here()?).into(), bias, &residual),
     }
     compute::binary(&forward(x, weight, bias)?, &residual, Add)
 }
 
 struct LinearAddBackward {
-    /// The weight, if the input needs a gradient.
+    /// The weight, if x needs a gradient.
     weight: Option<HeldWeight>,
     x_shape: Shape,
 }
@@ -104,6 +107,7 @@ impl Backward for LinearAddBackward {
 pub(super) const ENTRY: Entry = Entry {
     info: &LINEAR_ADD,
     cases: || {
+        /// A case with x of shape `dims` and `out` output features.
         fn case(label: &'static str, dims: &[usize], out: usize, has_bias: bool) -> Case {
             let inner = dims[dims.len() - 1];
             let result_dims: Vec<usize> = dims[..dims.len() - 1].iter().copied().chain([out]).collect();

@@ -1,4 +1,4 @@
-//! Reads and writes an optimizer's device state for code outside of the step.
+//! Reads and writes an optimizer's state on the device for code outside of the step, such as state dicts and averages.
 
 use trainable_candle_core::compute::copy_into;
 use trainable_candle_core::raw::to_vec;
@@ -28,7 +28,7 @@ impl OnDevice {
     }
 
     /// Returns the number of steps that each variable has taken; waits for the device. For an empty variable, the
-    /// number is that of its slot.
+    /// number is that of its slot (the variables that share settings and a step counter).
     ///
     /// # Errors
     /// [`Error::Device`](trainable_candle_core::Error::Device) if the device fails.
@@ -46,13 +46,15 @@ impl OnDevice {
         let place = &self.places[index];
         let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
         let dims = spec.kind.dims(var.dims());
+        // `buffer` has this state for all variables of the layout. The part of `var` begins with this block.
         let start = entries(spec.kind, place.blocks[state] as usize);
         let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))
     }
 
-    /// Marks the f32 master values of `var`, which is variable number `index`, as current; does nothing if it has none.
-    /// Call this function after the variable was set back to its trained values.
+    /// Marks the f32 master values of `var`, which is variable number `index`, as current, so that the next
+    /// step does not replace them by the variable's rounded values; does nothing if it has none. Call this function
+    /// after the variable was set back to its trained values.
     pub(in crate::optim) fn mark_master_current(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);

@@ -1,4 +1,5 @@
-//! The CPU form, which computes only the rows whose target is not ignored.
+//! The CPU form of `linear_cross_entropy` and of `linear_log_probs`, which compute the logits of a language model's
+//! head and the losses in chunks of rows. It computes only the rows whose target is not ignored.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cpu::{Targets, gradient, losses, read_targets};
@@ -7,19 +8,23 @@ use crate::ops::index::{select_backward, select_raw};
 use crate::raw::{Raw, from_vec, to_f64_vec};
 use crate::{Result, Tensor};
 
+/// The label smoothing of the losses: none.
+const SMOOTHING: f64 = 0.0;
+
 /// The weighted sum of the losses, and its gradients.
 pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
     let labelled = Labelled::new(OP, head, targets)?;
     let all_weights = weights.map(to_f64_vec).transpose()?;
-    let weight = |&place: &usize| all_weights.as_ref().map_or(1.0, |weights| weights[place]);
-    let weights: Vec<f64> = labelled.places.iter().map(weight).collect();
+    let weight = |&index: &usize| all_weights.as_ref().map_or(1.0, |weights| weights[index]);
+    let weights: Vec<f64> = labelled.indices.iter().map(weight).collect();
     let mut sum = 0.0;
+    // `run` calls the closure for one chunk after another; `rows` is the chunk's range among the rows in `labelled`.
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();
-        let (losses, lse) = losses(&logits, &targets, 0.0)?;
+        let (losses, lse) = losses(&logits, &targets, SMOOTHING)?;
         let weights = &weights[rows];
         sum += to_f64_vec(&losses)?.iter().zip(weights).map(|(loss, weight)| loss * weight).sum::<f64>();
-        let gradient = head.wants_gradients().then(|| gradient(&logits, &lse, &targets, weights, 0.0));
+        let gradient = head.wants_gradients().then(|| gradient(&logits, &lse, &targets, weights, SMOOTHING));
         Ok(((), gradient.transpose()?))
     })?;
     let sum = from_vec(vec![sum], ()).to_dtype(accumulator(head.h.dtype()))?;
@@ -29,32 +34,32 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
 /// The rows whose target is not ignored, in ascending order.
 pub(super) struct Labelled {
     /// The indices of these rows among all rows.
-    pub places: Vec<usize>,
+    pub indices: Vec<usize>,
     /// The targets of these rows.
     pub targets: Targets,
-    /// The states of these rows; `None` if these are all rows.
-    picked: Option<Raw>,
-    /// `places` as a tensor.
-    ids: Raw,
+    /// The hidden states of these rows; `None` if these are all rows.
+    states: Option<Raw>,
+    /// `indices` as a tensor.
+    index_tensor: Raw,
 }
 
 impl Labelled {
     pub fn new(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Self> {
         let targets = read_targets(op, targets, head.weight.dims()[0], IGNORE_INDEX)?;
-        let places: Vec<usize> = (0..targets.len()).filter(|&row| targets[row].is_some()).collect();
-        let all = places.len() == targets.len();
-        let ids = from_vec(places.iter().map(|&place| place as i64).collect::<Vec<_>>(), places.len());
-        let picked = if all { None } else { Some(select_raw(op, head.h, &ids, 0)?) };
-        Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), places, picked, ids })
+        let indices: Vec<usize> = (0..targets.len()).filter(|&row| targets[row].is_some()).collect();
+        let none_ignored = indices.len() == targets.len();
+        let index_tensor = from_vec(indices.iter().map(|&index| index as i64).collect::<Vec<_>>(), indices.len());
+        let states = if none_ignored { None } else { Some(select_raw(op, head.h, &index_tensor, 0)?) };
+        Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), indices, states, index_tensor })
     }
 
     /// `head` with only the states of these rows.
     pub fn head<'a>(&'a self, head: &Head<'a>) -> Head<'a> {
-        Head { h: self.picked.as_ref().unwrap_or(head.h), ..*head }
+        Head { h: self.states.as_ref().unwrap_or(head.h), ..*head }
     }
 
-    /// Expands the gradient of the states of these rows to all rows, with zeros in the ignored rows. Returns the
-    /// gradient of the weight as it is.
+    /// Expands the gradient of the states from these rows to all rows of `head`, with zeros in the ignored rows.
+    /// Returns the gradient of the weight unchanged.
     pub fn scatter(
         &self,
         op: &'static str,
@@ -62,8 +67,8 @@ impl Labelled {
         [of_states, of_weight]: [Option<Raw>; 2],
     ) -> Result<[Option<Raw>; 2]> {
         let of_states = match of_states {
-            Some(of_picked) if self.picked.is_some() => {
-                Some(select_backward(op, &of_picked, &self.ids, 0, head.h.dims()[0])?)
+            Some(of_labelled) if self.states.is_some() => {
+                Some(select_backward(op, &of_labelled, &self.index_tensor, 0, head.h.dims()[0])?)
             }
             of_all => of_all,
         };
@@ -76,9 +81,9 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     let labelled = Labelled::new(op, head, targets)?;
     let mut values = vec![0.0; head.h.dims()[0]];
     labelled.head(head).run(|logits, rows| {
-        let (losses, _) = losses(&logits, &labelled.targets[rows.clone()].to_vec(), 0.0)?;
-        for (&place, loss) in labelled.places[rows].iter().zip(to_f64_vec(&losses)?) {
-            values[place] = -loss;
+        let (losses, _) = losses(&logits, &labelled.targets[rows.clone()].to_vec(), SMOOTHING)?;
+        for (&index, loss) in labelled.indices[rows].iter().zip(to_f64_vec(&losses)?) {
+            values[index] = -loss;
         }
         Ok(((), None))
     })?;
@@ -96,12 +101,12 @@ pub(super) fn log_probs_backward(
 ) -> Result<[Option<Raw>; 2]> {
     let labelled = Labelled::new(op, head, targets)?;
     let grad = to_f64_vec(grad)?;
-    // The loss of a row is the negative of its result.
-    let scales: Vec<f64> = labelled.places.iter().map(|&place| -grad[place]).collect();
+    // `log_probs` returns the negative of each row's loss, so the gradient changes its sign.
+    let scales: Vec<f64> = labelled.indices.iter().map(|&index| -grad[index]).collect();
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();
-        let (_, lse) = losses(&logits, &targets, 0.0)?;
-        Ok(((), Some(gradient(&logits, &lse, &targets, &scales[rows], 0.0)?)))
+        let (_, lse) = losses(&logits, &targets, SMOOTHING)?;
+        Ok(((), Some(gradient(&logits, &lse, &targets, &scales[rows], SMOOTHING)?)))
     })?;
     labelled.scatter(op, head, gradients)
 }
