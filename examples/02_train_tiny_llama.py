@@ -99,7 +99,8 @@ def main() -> None:
     )
     trainer.train()
 
-    # In bf16 the file is half as large, and the model gives the same answers.
+    # The model was trained in f32. In bf16 the file is half as large, and the model gives the same
+    # answers.
     in_f32 = output / "f32"
     model.save_pretrained(in_f32)
     tc.models.CausalLM.from_pretrained(in_f32, dtype="bf16").save_pretrained(output)
@@ -119,7 +120,7 @@ class Chats:
 
     def batch(self, index: int) -> Packed:
         """Return batch number `index`, from 0."""
-        rng = generator(SEED, "items", index)
+        rng = generator(SEED, "items", index)  # its own stream of numbers for each batch
         tasks = list(words.TASKS)
         chosen = rng.integers(len(tasks), size=EXAMPLES)
         drawn = words.words(rng, EXAMPLES)

@@ -1,4 +1,4 @@
-"""Changes `Tensor`: adds the argument `axis`, `tc.device` names, and advice in attribute errors."""
+"""Changes `Tensor` at import: adds `axis`, makes `device` a `tc.device`, adds advice to errors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def attach() -> None:
     """
     for name in _LACK_AXIS:
         setattr(_core.Tensor, name, _with_axis(getattr(_core.Tensor, name)))
-    # `__getattr__` is set here instead of in the class `ComposedMethods`, because there it would
-    # make type checkers accept every name as an attribute.
+    # `__getattr__` is set here instead of in `ComposedMethods`, the base of `Tensor` that type
+    # checkers see, because there it would make them accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     plain_device, cached_device = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
@@ -67,7 +67,7 @@ def _message(owner: str, name: str) -> str:
     text = f"{owner} has no attribute {name!r}"
     if name in _INSTEAD:
         return f"{text}: {_INSTEAD[name]}"
-    if name.endswith("_") and not name.startswith("_"):
+    if name.endswith("_") and not name.startswith("_"):  # one of torch's in-place methods
         return f"{text}: a Tensor does not change; use {name[:-1]}, or a tc.Var and set()"
     return text
 

@@ -85,7 +85,7 @@ class ConfigError(Error, ValueError):
 
 
 class DistributedError(Error, RuntimeError):
-    """Processes that train together cannot connect or differ, or one of them has failed."""
+    """Processes that train together cannot connect, have different settings, or one has failed."""
 
 
 class FileError(Error, OSError):

@@ -47,20 +47,20 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
             the cache; or the client, `huggingface_hub`, is not installed.
     """
     variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
-    places = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
-    snapshot = _fetch(name, [f"{place}config.json" for place in places], [])
-    for place in places:
-        if not (snapshot / place / "config.json").is_file():
+    prefixes = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
+    snapshot = _fetch(name, [f"{prefix}config.json" for prefix in prefixes], [])
+    for prefix in prefixes:
+        if not (snapshot / prefix / "config.json").is_file():
             continue
         for variant in variants:
-            wanted = [f"{place}{stem}{ending}" for stem in _STEMS for ending in variant]
-            # A `*` in `_PLAIN` also matches "fp16".
+            wanted = [f"{prefix}{stem}{ending}" for stem in _STEMS for ending in variant]
+            # A `*` in `_PLAIN` also matches "fp16", so exclude the half-precision files.
             ignored = [] if variant is _HALF else ["*.fp16.*", "*.fp16-*"]
-            folder = _fetch(name, wanted, ignored) / place
+            folder = _fetch(name, wanted, ignored) / prefix
             if _has_weights(folder, variant):
                 return str(folder)
-        raise MissingFileError(f"{name}: {place or 'the repository'} has no safetensors weights")
-    searched = ", ".join(f"{place}config.json" for place in places)
+        raise MissingFileError(f"{name}: {prefix or 'the repository'} has no safetensors weights")
+    searched = ", ".join(f"{prefix}config.json" for prefix in prefixes)
     raise MissingFileError(f"{name}: no such model: the repository has none of {searched}")
 
 
@@ -148,7 +148,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
     Raises:
         MissingFileError: see `download`.
     """
-    files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in suffixes]
+    files = [f"{prefix}*{suffix}" for prefix in ("", "data/") for suffix in suffixes]
     # `dataset_infos.json` describes the data set and has no texts, but the pattern for `.json`
     # matches it.
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")

@@ -19,13 +19,17 @@ STEPS = """
 
 
 def launches(cuda: Any, forward: str) -> tuple[Counter[str], Counter[str]]:
-    """The launches of each kernel in the forward and in the backward pass of the second step."""
+    """The launches of each kernel in the forward and in the backward pass of the second step.
+
+    In this step the variables have a `grad` from the first, to which the backward pass adds.
+    """
     run = cuda.run(STEPS.replace("FORWARD", forward))
-    assert run.of("refused") == []
+    assert run.of("refused") == []  # calls that the simulated libraries reject
     return tuple(Counter(run.after(f"{part}-1").launches) for part in ("forward", "backward"))
 
 
 def additions(counts: Counter[str]) -> int:
+    """Return the number of launches of kernels that only add two tensors."""
     return sum(count for name, count in counts.items() if name.startswith(("add_", "accumulate")))
 
 

@@ -38,6 +38,7 @@ def test_the_judge_recognises_shapes_that_it_was_not_trained_on(judge: shapes.Ju
 
 
 def test_the_judge_recognises_dark_hearts(judge: shapes.Judge) -> None:
+    # Inverted, a white heart is a dark one.
     images = np.stack([255 - drawn("heart", "white", seed) for seed in range(20)])
     assert judge.hearts(images).all()
 
@@ -56,20 +57,23 @@ def test_a_heart_has_the_colour_in_which_it_was_drawn_and_no_other() -> None:
 
 
 def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
-    hearts.write_dataset(tmp_path / "a", 3)
+    seed = 3
+    hearts.write_dataset(tmp_path / "a", seed)
     captions = [picture.caption for picture in check_folder(tmp_path / "a")]
-    assert len(captions) == 40
+    assert len(captions) == 40  # 10 of each of four colours; `orange` is missing
     assert set(captions) == {f"a {c} heart" for c in ("red", "yellow", "purple", "white")}
 
 
 def test_the_same_seed_gives_the_same_data(tmp_path: Path) -> None:
-    hearts.write_dataset(tmp_path / "a", 3)
-    hearts.write_dataset(tmp_path / "b", 3)
+    seed = 3
+    hearts.write_dataset(tmp_path / "a", seed)
+    hearts.write_dataset(tmp_path / "b", seed)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-# The numbers are `before`, `after`, `unseen` and `judge_accuracy`.
+# The numbers are `before` (which may be at most 0.2), `after` (at least 0.6), `unseen` and
+# `judge_accuracy`, which have no limits.
 @pytest.mark.parametrize(
     ("verdict", "passed"),
     [
@@ -109,7 +113,7 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted_training(_: TrainConfig, **_options: object) -> SimpleNamespace:
-        refuse_later(tmp_path, 0)
+        refuse_later(tmp_path, 0)  # As a new run does: rejects checkpoints of another run.
         leave_checkpoint(tmp_path)
         return SimpleNamespace(task=task, completed=False)
 
@@ -119,6 +123,7 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     # Save time: before training, ask the language model nothing, and draw only one digit.
     monkeypatch.setattr(language, "Answers", lambda *_: None)
     monkeypatch.setattr(digits_demo, "SAMPLES", 1)
+    # The second demo removes the checkpoint of the first; otherwise `refuse_later` would raise.
     for _ in range(2):
         demo.run_demo(tmp_path)
     assert checkpoints(tmp_path)
@@ -132,6 +137,7 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
 def test_a_demo_keeps_the_adapter_of_another_run(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter.safetensors"
     adapter.write_bytes(b"another run's")
+    # The first call must leave no mark, or the second would remove the adapter.
     for _ in range(2):
         begin(tmp_path)
     assert adapter.read_bytes() == b"another run's"

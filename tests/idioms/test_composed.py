@@ -87,6 +87,7 @@ def test_rounding_is_exact_up_to_the_largest_halves(dtype: str, bits: int) -> No
         (lambda x: tc.einsum("bij,bkj->bik", x, t(Y)), np.einsum("bij,bkj->bik", X, Y)),
         (lambda x: tc.einsum("abc->ca", x), np.einsum("abc->ca", X)),
         (lambda x: tc.einsum("abc,abc", x, t(Y)), np.einsum("abc,abc", X, Y)),
+        # Three operands; one of them is zero, so that the result is known.
         (
             lambda x: tc.einsum("abc,dc,db->ad", x, t(Y[0]), t(np.zeros((3, 3)))),
             np.zeros((2, 3)),
@@ -142,6 +143,7 @@ def test_functional_equals_that_of_torch() -> None:
     # Of each pair of inputs, the first is this library's tensor and the second is torch's.
     a, b = t(image), torch.from_numpy(image)
     for pool in ("max_pool2d", "avg_pool2d"):
+        # Kernel size 3, stride 2, padding 1; then only a kernel size.
         check(getattr(F, pool)(a, 3, 2, 1), getattr(f, pool)(b, 3, 2, 1))
         check(getattr(F, pool)(a, (2, 3)), getattr(f, pool)(b, (2, 3)))
     check(F.interpolate(a, (10, 3)), f.interpolate(b, (10, 3)))
@@ -218,6 +220,7 @@ def test_the_derivative_of_a_norm_is_0_where_torch_has_0(p: float) -> None:
 
 
 def test_the_smallest_of_large_integers_is_found() -> None:
+    # The two integers of each row are equal after a conversion to f64.
     x = tc.tensor(np.array([[2**53 + 1, 2**53], [-(2**62), -(2**62) - 1]]))
     assert x.argmin(1).tolist() == [1, 1]
     assert x.argmin(0, keepdim=True).tolist() == [[1, 1]]

@@ -15,4 +15,5 @@ def test_a_vocabulary_without_a_token_for_unknown_text_is_a_format_error(tmp_pat
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(WeightsFormatError, match="tokenizer: "):
+        # The letter "b" is not in the vocabulary.
         CLIPTokenizer.from_pretrained(tmp_path).encode("ab")

@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
                 if action.help != argparse.SUPPRESS or flag(action.dest) == option
             ]
             suggestion = nearest(name, [option for option in flags if option.startswith("--")])
-            if "did you mean" not in suggestion:  # It lists all flags, which is too long.
+            if "did you mean" not in suggestion:  # No flag is near, so it lists all: too long.
                 suggestion = f" (see {self.prog} --help)"
             raise ConfigError(f"unknown flag `{name}`{suggestion}")
         return known
@@ -125,6 +125,7 @@ class _Once(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
     ) -> None:
+        # `name` is the flag as the user gave it, or None for a positional argument.
         if name is not None and hasattr(namespace, self.dest):
             earlier = getattr(namespace, self.dest)
             main_name = flag(self.dest)

@@ -36,6 +36,7 @@ _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
 """EXIF orientations for which the upright image has width and height exchanged."""
 _WORKERS: Final = min(8, os.cpu_count() or 1)
+"""The number of threads of `in_parallel`."""
 AHEAD: Final = 2 * _WORKERS
 """The most results that `in_parallel` computes ahead."""
 # What Pillow's decoders are known to raise for damaged files.
@@ -75,7 +76,7 @@ def probe(path: Path) -> Facts:
             if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                 width, height = height, width
             transparent = _has_alpha(image)
-            if image.mode[0] in "IF":  # more than 8 bits per pixel: "I", "I;16" and others, "F"
+            if image.mode[0] in "IF":  # more than 8 bits in a channel: "I", "I;16" and others, "F"
                 _as_rgb(image)  # It raises an error if it cannot convert the pixels to 8 bits.
             else:
                 image.draft(None, (1, 1))  # Selects the smallest size that the decoder offers.

@@ -113,7 +113,7 @@ def run_demo(
 
     judge = shapes.Judge(seed)
     hearts = judge.hearts(after)
-    unseen = slice(-DRAWN, None)
+    unseen = slice(-DRAWN, None)  # `_draw` draws this colour last.
     coloured = [shapes.is_colour(image, UNSEEN) for image in after[unseen]]
     result = Verdict(
         before=float(np.mean(judge.hearts(before))),

@@ -21,7 +21,7 @@ class OwnTerms(NamedTuple):
     losses: Sequence[Tensor]
     """The loss of each batch, an f64 tensor without dimensions."""
     shares: Sequence[float]
-    """The weight of each loss in the loss of the step."""
+    """The weight of each loss in the loss of the step, which is the sum of share times loss."""
     stop_requested: bool
     """Whether this process was asked to stop."""
     amount: float
@@ -38,10 +38,11 @@ def sum_up(
         parameters: the variables with the gradients.
         own: the losses and counts of this process.
         divide_by_shares: whether to divide the gradients and the loss by the sum of the `shares`
-            of all processes. Batches with weights need this: no process knows the sum before.
+            of all processes. Batches with weights need this, because no process knows the sum
+            before this call. Without it, the shares of all processes must add up to 1.
 
     Returns:
-        The mean loss, how many processes were asked to stop, and the sum of the amounts: f64
+        The loss of the step, how many processes were asked to stop, and the sum of the amounts: f64
         tensors without dimensions.
 
     Raises:
@@ -49,11 +50,13 @@ def sum_up(
     """
     terms = [share * loss for share, loss in zip(own.shares, own.losses, strict=True)]
     counts = [math.fsum(own.shares), float(own.stop_requested), own.amount]
+    # `sum_gradients` adds up `tail` together with the gradients. It has the four numbers below.
     extra = tc.tensor(counts, dtype="f64", device=own.losses[0].device)
     tail = tc.cat([tc.stack(terms).sum().reshape((1,)), extra])
     loss, shares, stop_requests, amount = group.sum_gradients(parameters, tail).chunk(4)
     if divide_by_shares:
         loss = loss / shares
+        # Gradients that are adjacent in memory are one vector, so a few divisions suffice.
         vectors = gradient_vectors(parameters)
         divisor = shares.to(vectors[0].dtype)
         set_gradient_vectors(parameters, [vector / divisor for vector in vectors])

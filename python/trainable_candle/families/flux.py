@@ -1,4 +1,4 @@
-"""Flux.1: its text encoders and what differs from other flow models."""
+"""Flux.1 (dev and schnell): its text encoders, and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class FluxTexts:
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption has more tokens than T5 reads; CLIP reads fewer than T5."""
+        """Return whether a caption has more tokens than T5 reads.
+
+        CLIP reads fewer tokens. A caption that only CLIP truncates does not count: T5 reads it all.
+        """
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -99,8 +102,10 @@ class Flux(FlowFamily[FluxTexts]):
     )  # fmt: skip
     groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=28, guidance=3.5)
+    # The scaling factor that the autoencoder must have.
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
+    # The shift of the noise levels grows with the image.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer
 
@@ -111,7 +116,10 @@ class Flux(FlowFamily[FluxTexts]):
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
-        """See `FlowFamily.found_schedule`; schnell's noise levels are not shifted."""
+        """The noise levels of sampling: those of the pipeline's scheduler, or else defaults.
+
+        By default, schnell's noise levels are not shifted.
+        """
         default = self.schedule if self.takes_guidance else FlowSchedule(shift=1.0)
         return FlowSchedule.of(self.weights, default)
 
@@ -127,7 +135,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def text_features(self) -> Mapping[str, Features]:
-        """See `FlowFamily.text_features`."""
+        """How many features each text encoder produces, and how many the transformer reads."""
         config, parts = self.facts.config, self.facts.parts
         clip_width = parts["text_encoder"].config["hidden_size"]
         t5_width = parts["text_encoder_2"].config["d_model"]
@@ -137,12 +145,14 @@ class Flux(FlowFamily[FluxTexts]):
         }
 
     def require_own(self) -> None:
-        """See `FlowFamily.require_own`; also checks that the transformer predicts what it reads.
+        """Check that the parts are those of Flux.1, not of one of Flux's tools, and fit together.
 
-        The transformers of Flux's tools also read another image or a mask.
+        The transformers of the tools also read another image or a mask, so they read more values
+        per token than they predict.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: as there; or the model is a tool.
+            MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
+                another model; or the model is a tool.
         """
         config = self.facts.config
         read = config["in_channels"]
@@ -219,9 +229,14 @@ class Flux(FlowFamily[FluxTexts]):
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """Return the velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`.
+
+        `times` are from 0 to 1000.
+        """
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         guidance = conditions.get("guidance")
+        # `over_tokens` turns the latents into tokens, and the function's result back into latents.
+        # `image_at` and `text_at` are the positions of the image tokens and of the text tokens.
         return over_tokens(
             sample,
             text.shape[1],

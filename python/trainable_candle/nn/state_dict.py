@@ -53,6 +53,7 @@ def fitting(
     for name, slot in slots.items():
         if name in missing:
             continue
+        # A `Var` gets its value in place; any other tensor is replaced in its owner.
         if isinstance(slot.owner, tuple) and not isinstance(slot.tensor, Var):
             raise in_tuple(f"load_state_dict: {name}")
         value = state[name]

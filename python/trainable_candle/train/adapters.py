@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle.lora import start_from_rounding
 from trainable_candle.settings.adapter import OFT_SIDES
-from trainable_candle.settings.initial import INITS, LOFTQ, PISSA
+from trainable_candle.settings.initial import DEFAULT, LOFTQ, PISSA
 from trainable_candle.settings.machine import SAME
 from trainable_candle.train.pissa import KeepStart, PissaStart
 
@@ -32,7 +32,8 @@ class Adapters:
 
     Args:
         sets: the adapters by component, at least one.
-        starts: with `--init pissa`, the start of each component's LoRA (see `PissaStart`).
+        starts: with `--init pissa`, the start of each component's LoRA: the product of the initial
+            factors, which the model subtracts.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class Adapters:
         return [KeepStart(start) for start in self._starts.values()]
 
     def finish(self) -> None:
-        """After training, replace each LoRA that started with PiSSA by the LoRA for files."""
+        """After training, replace each LoRA that started with PiSSA by a LoRA for files.
+
+        The new LoRA is the trained LoRA minus its start, so it fits the original weights.
+        """
         self.sets |= {component: start.finish() for component, start in self._starts.items()}
         self._starts = {}
 
@@ -104,6 +108,7 @@ class Adapters:
         Raises:
             ArgumentError: the format cannot represent these adapters.
         """
+        # A PiSSA LoRA goes into the file as a LoRA on the original weights.
         plain_loras = {component: start.for_files() for component, start in self._starts.items()}
         return tc.prepare_adapters(
             path,
@@ -130,13 +135,13 @@ class Adapters:
         After the context they have their own parameters again. For errors, see `load`.
         """
         parameters = self.named_parameters()
-        before = tc.snapshot({name: var.detach() for name, var in parameters.items()})
+        own_values = tc.snapshot({name: var.detach() for name, var in parameters.items()})
         try:
             self.load(path)
             yield
         finally:
             for name, var in parameters.items():
-                var.set(before[name].to(var.device))
+                var.set(own_values[name].to(var.device))
 
 
 def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, PissaStart]:
@@ -162,10 +167,10 @@ def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, Pi
     if config.init != LOFTQ or not fresh:
         return {}
     unquantized = replace(
-        config, init=INITS[0], base_precision=SAME, stream_blocks=0, stream_modulation=False
+        config, init=DEFAULT, base_precision=SAME, stream_blocks=0, stream_modulation=False
     )
-    original = type(family)(family.weights, family.dtype, "cpu", unquantized).model
-    start_from_rounding(adapter, family.model, original)
+    unquantized_model = type(family)(family.weights, family.dtype, "cpu", unquantized).model
+    start_from_rounding(adapter, family.model, unquantized_model)
     return {}
 
 
@@ -178,7 +183,8 @@ def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
         config: the settings.
         formats: the file formats that have names for the model's layers, the default first.
     """
-    expected = OFT_SIDES[0] if (config.format or formats[0]) == "peft" else OFT_SIDES[1]
+    input_side, output_side = OFT_SIDES
+    expected = input_side if (config.format or formats[0]) == "peft" else output_side
     return config.oft_side or expected
 
 

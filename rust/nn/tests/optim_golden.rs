@@ -1,6 +1,6 @@
 //! Compares optimizers, clipping and schedules with stored results of torch, bitsandbytes, prodigyopt and transformers
-//! (tests/golden/optim, whose scripts describe the names of the tensors). `p0` has a variable's initial values, `grad.I`
-//! its gradient for step I, and `CASE.p` its values after the last step.
+//! (tests/golden/optim, whose scripts describe the names of the tensors). `p0` has a variable's initial values,
+//! `grad.I` its gradient for step I, and `CASE.p` its values after the last step.
 
 use std::path::Path;
 

@@ -51,7 +51,7 @@ def main() -> None:
             config = IntxFakeQuantizeConfig(torch.int4, group_size=32)
             assert torch.equal(y, FakeQuantizerBase.from_config(config)(x))
         else:
-            y = fake_quantized(x, 64, -127, 127)
+            y = fake_quantized(x, 64, -127, 127)  # a group is a whole row
         found[f"{name}.values"] = y.detach().numpy()
         if name != "fp8":
             y.sum().backward()
