@@ -68,8 +68,10 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     let list = env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned());
     let targets = targets(&list)?;
     println!("cargo::rustc-env=COMPILED_ARCHITECTURES={list}");
+    // The time of the last change of any header.
     let headers = files("include", "cuh")?.iter().filter_map(|path| modified(path)).max();
     let sources = files("kernels", "cu")?;
+    // The time when this build script was built.
     let script = env::current_exe().ok().and_then(|program| modified(&program));
     // A generated file is out of date if it does not exist, or if something that it depends on is newer.
     let unread = sources.iter().filter(|source| {
@@ -132,12 +134,13 @@ fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
     write_changed(&out.join("kernels.rs"), &code)
 }
 
+/// Compiles the `.cu` file that is generated for `source` to a `.fatbin` file with code for all `targets` that suit the source.
 fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Result<()> {
     let is_hopper = source.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(HOPPER));
     let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
     let (unit, fatbin) = (generated(out, source, "cu"), generated(out, source, "fatbin"));
     if targets.is_empty() {
-        // An empty file is a module without code.
+        // A Hopper file, and the list of architectures lacks 9.0a. An empty file is a module without code.
         return fs::write(fatbin, []);
     }
     let fixed = ["-O3", "-fatbin", "--compress-mode=size", "-I", "."].map(OsStr::new);

@@ -22,6 +22,7 @@ pub struct Layout {
 /// An address in a GPU's memory.
 pub type Address = u64;
 
+/// Declares structures with the layout of C and, for each, a function `layout` that returns its [`Layout`].
 macro_rules! structs {
     ($($(#[$attribute:meta])* $name:ident $(<const $n:ident: usize>)? { $($field:ident: $type:ty,)* })*) => {$(
         $(#[$attribute])*
@@ -41,6 +42,7 @@ macro_rules! structs {
     )*};
 }
 
+// A field `unused` stands where the structure would have padding.
 structs! {
     /// Declared in kernels/addresses.cu.
     Addresses { values: [Address; 480], }
@@ -70,6 +72,8 @@ structs! {
     AttentionFewKeysMaps { q: TensorMap, k: TensorMap, v: TensorMap, d_o: TensorMap, }
 
     /// Declared in include/attention/plain.cuh.
+    ///
+    /// A template there, for masks of `float` and of `double`; both have this layout.
     Mask { numbers: Address, batch: u64, head: u64, query: u64, key: u64, }
 
     /// Declared in include/conv/geometry.cuh.
@@ -157,6 +161,8 @@ structs! {
     QuantizedParts { list: [QuantizedPart; 8], }
 
     /// Declared in include/strided.cuh.
+    ///
+    /// `K` is the number of tensors that a kernel reads or writes with strides.
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
     /// Declared in include/optim.cuh: the hyper-parameters of a parameter group, and `step`, the number of steps that the group has taken.

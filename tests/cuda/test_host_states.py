@@ -1,4 +1,9 @@
-"""Optimizer states in host memory, on a simulated GPU that does not compute."""
+"""Optimizer states in host memory, on a simulated GPU that does not compute.
+
+`cuda.run` runs a snippet and returns the log of its calls of the driver. `mark(NAME)` in a snippet
+writes a line to the log; `run.after(NAME)` has the calls from there to the next mark. "refused" is
+logged for a call that the simulated driver rejects.
+"""
 
 from typing import Any
 
@@ -104,8 +109,8 @@ def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
 
 
 def test_states_on_the_host_are_saved_without_copies_from_the_gpu(cuda: Any) -> None:
-    # A kernel counts the steps, and simulated kernels do not compute. So the states to load come
-    # from an optimizer on the CPU.
+    # On a GPU, a kernel counts the steps. Simulated kernels do not compute, so the GPU's optimizers
+    # would have taken no step. The states to load come from an optimizer on the CPU instead.
     run = cuda.run(
         TRAIN
         + """
@@ -144,6 +149,7 @@ def test_states_on_the_host_are_saved_without_copies_from_the_gpu(cuda: Any) -> 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
 def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, limited: str) -> None:
+    # Pinned memory is limited to 1 KiB by the simulated driver, or to 1000 bytes by the setting.
     settings = {"PINNED": str(1 << 10)} if limited == "driver" else {}
     set_limit = "" if settings else "os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '1000'"
     run = cuda.run(

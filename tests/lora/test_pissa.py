@@ -198,6 +198,7 @@ def test_a_new_or_disabled_adapter_does_not_change_the_model_and_gets_gradients(
         family = kind(Path(BASE), "f32", "cpu", config)
         adapters = family.task().attach()
         ups = [v.numpy() for n, v in adapters.named_parameters().items() if ".lora_B." in n]
+        # Unlike the `up` factors of a usual LoRA, those of PiSSA do not start as zeros.
         assert all(up.any() for up in ups)
         np.testing.assert_allclose(family.model(tc.tensor(IDS)).numpy(), base, atol=1e-5)
         family.model(tc.tensor(IDS)).square().mean().backward()
@@ -209,7 +210,9 @@ def test_a_new_or_disabled_adapter_does_not_change_the_model_and_gets_gradients(
 def test_several_processes_subtract_the_initial_factors_of_the_first() -> None:
     """Before the first step, the trainer copies the parameters of the first process to all others.
 
-    The test multiplies the parameters by 1.5 in place of this copy.
+    If there are several processes, `on_train_begin` then makes the copied parameters the frozen
+    start that the adapter subtracts, so that the model is unchanged. The test multiplies the
+    parameters by 1.5 in place of the copy.
     """
     kind: Any = find("causal-lm")
     config = TrainConfig(model="causal-lm", init="pissa", rank=4, alpha=5.0)
@@ -292,7 +295,7 @@ def test_files_of_an_image_model_give_the_trained_model(images: TrainConfig, for
     trained = run.adapter.named_parameters()
     kind: Any = find("digits")
     task = kind(Path(images.weights), "f32", "cpu", TrainConfig(model="digits")).task()
-    loaded = task.load_adapter(run.adapter_path, 1.0)
+    loaded = task.load_adapter(run.adapter_path, scale=1.0)
     models = (model_of(run), task.family.model)
     for model in models:
         model.merge_adapter()
@@ -324,9 +327,9 @@ def test_every_format_of_sdxl_holds_the_change(tmp_path: Path) -> None:
         expected[f"{layer}.weight"] = weight + 5 / 3 * change  # alpha / rank
     for form in family.formats:
         path = tmp_path / f"{form}.safetensors"
-        adapters.file(path, config.with_(format=form), {}).write()
+        adapters.file(path, config.with_(format=form), metadata={}).write()
         reloaded = kind(weights, "f32", "cpu", TrainConfig(model="sdxl"))
-        reloaded.task().load_adapter(path, 1.0)
+        reloaded.task().load_adapter(path, scale=1.0)
         reloaded.model.merge_adapter()
         merged = reloaded.model.named_tensors()
         for name, value in expected.items():
@@ -407,7 +410,7 @@ def test_the_estimate_counts_the_initial_factors() -> None:
     config = TrainConfig(model="causal-lm", init="pissa", rank=4, precision="f32")
     family = kind(Path(BASE), "f32", "cpu", config)
     count = sum(var.numel() for var in family.task().attach().named_parameters().values())
-    found = family.estimate(config, 64).phases["training"]
+    found = family.estimate(config, tokens=64).phases["training"]
     (extra,) = [item.bytes for item in found if item.what == "start of the adapter"]
     # In sizes of the trained adapter: 4 for the adapter for files, which has twice the rank and
     # memory for gradients; 1 for the frozen start; 2 for the trained adapter joined with the start.

@@ -84,7 +84,8 @@ def test_a_plan_fits_and_a_plan_for_more_memory_is_hardly_slower(model: Model, g
         assert plan.estimate.peak <= card * GIB
         times.append(step_seconds(plan, budget(card, gpu)))
         assert all(getattr(plan.config, name) == value for name, value in plan.chosen.items())
-    # With more memory, a plan may avoid a quantized base, which makes the step slightly longer.
+    # With more memory, a plan may leave the base unquantized. Its step is then slightly longer than
+    # the step with a quantized base in less memory.
     assert all(after <= 1.25 * before for before, after in pairwise(times))
     assert times[-1] < times[0]
 
@@ -141,6 +142,7 @@ def test_text_encoders_keep_the_formats_of_their_files(flux: Model) -> None:
     estimate = flux.estimate(flux.config(), limits.memory)
 
     def estimate_of_files(config: TrainConfig) -> Estimate:
+        # The files hold fp8.
         if config.text_encoder_precision == STORED:
             config = config.with_(text_encoder_precision="fp8")
         found = estimate(config)
@@ -195,7 +197,9 @@ def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyP
     group: Any = SimpleNamespace(size=8, local_size=2, exchange=lambda message: [message] * 8)
     monkeypatch.setattr(tc.memory, "available_bytes", lambda: 16 * GIB)
     found = find_budget(group, TrainConfig(device="cpu"))
+    # On the CPU, `memory` is a share of the host's memory, too.
     assert (found.memory, found.host) == (8 * GIB, 8 * GIB)
+    # Two processes on the machine share one copy of the streamed weights.
     assert (found.processes, found.sharing) == (2, 2)
     # The setting `vram` takes precedence over the memory that is available.
     given = find_budget(group, TrainConfig(device="cpu", vram=3.0))
@@ -210,6 +214,7 @@ def test_streamed_weights_that_processes_share_count_once_on_their_machine(flux:
     plan = flux.plan(limits, **given)
     need = plan.estimate.host
     assert need > 0
+    # `host` is the memory of one process: a quarter of what the machine needs.
     enough = Budget(limits.memory, need / 4 + 1, limits.rates, processes=4, sharing=4)
     assert enough.host_need(plan.estimate) == need / 4
     assert flux.plan(enough, **given).config == plan.config
@@ -288,6 +293,7 @@ def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model)
     assert choice.startswith("plan: --gradient-checkpointing offload --checkpoint-blocks ")
     assert choice.endswith(" s a step) fits in 12.00 GiB")
     assert faster.startswith("plan: faster with more memory: ")
+    # `nearest` is the faster plan that needs the least memory.
     assert plan.nearest is not None
     assert plan.nearest.estimate.peak > 12 * GIB
     assert step_seconds(plan.nearest, limits) < step_seconds(plan, limits)
@@ -301,8 +307,9 @@ def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model)
 def line_of_copies(plan: Plan, limits: Budget) -> str:
     """Return the line that compares the time of copies with that of computation, without "plan: ".
 
-    The copies take their bytes divided by the rate of the link. The computation takes as long as a
-    step of the same work that copies nothing.
+    The copies take their bytes divided by the rate of the link. Blocks are copied for the forward
+    pass and again for the backward pass, modulation weights once, and offloaded inputs to the host
+    and back. The computation takes as long as a step of the same work that copies nothing.
     """
     work = plan.estimate.work
     assert work is not None
@@ -459,7 +466,7 @@ def test_models_without_blocks_stream_nothing() -> None:
 
     def estimate(config: TrainConfig) -> Estimate:
         tried.append(config)
-        return Estimate({"training": [Item("model", "weights", GIB)]}, True, work)
+        return Estimate({"training": [Item("model", "weights", GIB)]}, on_gpu=True, work=work)
 
     config = TrainConfig(device="cuda", precision="bf16")
     with pytest.raises(OutOfMemoryError):

@@ -62,7 +62,7 @@ def ones(size: int) -> dict[str, tc.Tensor]:
 def test_each_shape_has_one_graph_for_first_and_one_for_later_batches(
     recordings: Recordings,
 ) -> None:
-    graphs = PassGraphs(total, 8)
+    graphs = PassGraphs(total, keep=8)
     found = [graphs(ones(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
     assert found == [102.0, 2.0, 103.0] * 2
     assert recordings.captured_shapes == [[(2,)], [(2,)], [(3,)]]
@@ -73,18 +73,20 @@ def test_each_shape_has_one_graph_for_first_and_one_for_later_batches(
 
 
 def test_only_the_most_recently_used_graphs_are_kept(recordings: Recordings) -> None:
-    graphs = PassGraphs(total, 2)
+    graphs = PassGraphs(total, keep=2)
     for size in (1, 2, 1, 3, 1, 2):
         graphs(ones(size), True)
+    # The graph for size 3 replaces that for size 2, which is then captured again.
     assert recordings.captured_shapes == [[(1,)], [(2,)], [(3,)], [(2,)]]
 
 
 def test_after_stop_passes_run_without_graphs(recordings: Recordings) -> None:
-    graphs = PassGraphs(total, 2)
+    graphs = PassGraphs(total, keep=2)
     assert graphs(ones(1), True).item() == 101.0
     recordings.out_of_memory = True
     with pytest.raises(OutOfMemoryError):
         graphs(ones(1), True)
+    # `stop` returns whether graphs were recorded until now.
     assert graphs.stop()
     assert graphs(ones(1), True).item() == 101.0
     assert recordings.calls == [0]
@@ -118,7 +120,7 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
         gradient_accumulation=2,
     )
     # Make the trainer use graphs, as on a GPU.
-    monkeypatch.setattr(trainer, "_graphs", PassGraphs(trainer._pass, 4))
+    monkeypatch.setattr(trainer, "_graphs", PassGraphs(trainer._pass, keep=4))
     call_numbers = itertools.count(1)
 
     def capture(function: Callable[..., Any], _inputs: list[tc.Tensor]) -> Callable[..., Any]:
@@ -142,6 +144,6 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
 
 
 def test_a_limit_of_zero_records_no_graph(recordings: Recordings) -> None:
-    graphs = PassGraphs(total, 0)
+    graphs = PassGraphs(total, keep=0)
     assert graphs(ones(1), False).item() == 1.0
     assert not recordings.captured_shapes

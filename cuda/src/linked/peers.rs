@@ -137,7 +137,7 @@ pub fn access(device: c_int, bus_id: &str) -> Result<Option<Access>, Status> {
     }
     let has = |attribute| {
         let mut value = 0;
-        // SAFETY: as above.
+        // SAFETY: the signature is the driver's, and it writes one integer to `value`.
         check(unsafe { driver::cuDeviceGetP2PAttribute(&raw mut value, attribute, device, other) })?;
         Ok(value != 0)
     };

@@ -78,6 +78,7 @@ def _quantize(given: Mapping[str, Any], output: Path) -> None:
     if to not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
+    # `load_model` calls `check` before it loads weights, so that a wrong flag is reported at once.
     check = partial(_require_writable, given=given, output=output)
     task = load_model(given, "cpu", given.get("precision"), check)
     if isinstance(task, LatentTask):
@@ -162,6 +163,7 @@ def _quantize_text_model(
 
     family = task.family
     layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
+    # By layer, factors on the scales of the quantized weights, if the adapter has learned them.
     factors = {}
     if adapters:  # A language model takes only one.
         factors = learned_scales(adapter_in(Path(adapters[0]).expanduser()), to)

@@ -71,7 +71,7 @@ def cache_folder(
 
 
 def _writable(folder: Path) -> Path:
-    """Make a folder, if there is none, and check that files can be written to it; returns it.
+    """Make a folder, if there is none, and check that files can be written to it; return it.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
@@ -109,12 +109,13 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path, kind: str, settings: Mapping[str, object]) -> None:
-        facts = {"format": _FORMAT, **settings}
-        self.folder = folder / f"{kind}-{fingerprint(facts)[:16]}"
+        all_settings = {"format": _FORMAT, **settings}
+        self.folder = folder / f"{kind}-{fingerprint(all_settings)[:16]}"
         self.folder.mkdir(parents=True, exist_ok=True)
         settings_file = self.folder / "settings.json"
         if not settings_file.exists():
-            write_atomically(settings_file, json.dumps(facts, indent=2, default=str) + "\n")
+            text = json.dumps(all_settings, indent=2, default=str) + "\n"
+            write_atomically(settings_file, text)
         for path in self.folder.glob("*.partial"):
             # Another process may rename or delete the file after `glob` has listed it.
             with suppress(FileNotFoundError):
@@ -123,6 +124,7 @@ class FeatureStore:
 
     def holds(self, key: str) -> bool:
         """Return whether there is an entry with this key and a correct checksum."""
+        # `intact_facts` returns no facts if the checksum is wrong.
         return intact_facts(self._path(key)).get("key") == key
 
     def read(self, key: str, device: str) -> dict[str, Tensor] | None:

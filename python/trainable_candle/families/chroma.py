@@ -44,7 +44,10 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """Return the number of tokens that T5 encodes for a caption; see `T5.read_tokens`."""
+        """Return the number of tokens that T5 encodes for a caption; see `T5.read_tokens`.
+
+        Captions with the same number can be encoded in one batch.
+        """
         return self._t5.read_tokens(caption)
 
     def truncates(self, caption: str) -> bool:
@@ -72,11 +75,16 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Chroma's blocks have Flux's layers. As in other trainers, the approximator, which computes the
     # blocks' modulation, gets no adapters.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
+    # How images are drawn by default: with Chroma1 Base and HD, and with distilled Chroma1-Flash.
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=35, guidance=5.0)
     distilled: ClassVar[DrawingDefaults] = DrawingDefaults(steps=16, guidance=1.0)
+    # Prompt and negative prompt may differ in length. In one batch they would need a mask, which is
+    # slow, so drawing calls the model for each of them.
     reads_texts_apart: ClassVar[bool] = True
+    # The shift of the noise levels grows with the image.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
+    # The `scaling_factor` that the autoencoder must have.
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Chroma goes with T5-XXL"
     model: ChromaTransformer
@@ -118,6 +126,8 @@ class Chroma(FlowFamily[ChromaTexts]):
         # A text has at most one padding token, which the model reads, as in diffusers. So a single
         # text needs no mask. In a batch, zeros follow shorter texts, and `lengths` masks the zeros.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
+        # `image_at` and `text_at` are the positions of the tokens. `times` are from 0 to 1000; the
+        # transformer expects them from 0 to 1.
         return over_tokens(
             sample,
             text.shape[1],

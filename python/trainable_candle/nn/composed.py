@@ -97,9 +97,9 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
             f"pad: found {len(amounts)} numbers, expected pairs for at most {input.ndim} dimensions"
         )
     result = input
-    for place in range(len(amounts) // 2):
-        dim = input.ndim - 1 - place
-        before, after = amounts[2 * place : 2 * place + 2]
+    for pair in range(len(amounts) // 2):
+        dim = input.ndim - 1 - pair
+        before, after = amounts[2 * pair : 2 * pair + 2]
         size = result.shape[dim]
         start, end = max(0, -before), size - max(0, -after)
         if end < start:
@@ -311,6 +311,7 @@ def kl_div(
     """Return the Kullback-Leibler divergence, whose terms are target * (log(target) - input).
 
     ```python
+    x = tc.randn(3, 4)
     loss = F.kl_div(F.log_softmax(x), F.softmax(tc.randn(3, 4)), reduction="sum")
     ```
 
@@ -390,6 +391,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     """Return the cosine of the angle between vectors along `dim`; norms are at least `eps`.
 
     ```python
+    x = tc.randn(3, 4)
     assert F.cosine_similarity(x, x).shape == (3,)
     ```
 
@@ -406,6 +408,7 @@ def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -
     """Divide vectors along `dim` by their p-norms, or by `eps` where the norm is smaller.
 
     ```python
+    x = tc.randn(3, 4)
     assert tc.allclose(F.normalize(x).norm(dim=1), tc.ones(3), rtol=1e-5)
     ```
 
@@ -471,6 +474,7 @@ def _windows(
         outside = max(outside, -6.0e4) if input.dtype == "f16" else outside
         left_right_top_bottom = (added[1], added[1], added[0], added[0])
         input = pad(input, left_right_top_bottom, value=outside)
+    # The numbers of windows in height and in width.
     counts = [(input.shape[d] - size[d]) // step[d] + 1 for d in (-2, -1)]
     if min(counts) < 1:
         raise ShapeError(

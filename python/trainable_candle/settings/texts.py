@@ -1,4 +1,9 @@
-"""Settings of language models: their training on texts, and the texts of previews."""
+"""Settings of language models: their training on texts, and the texts of previews.
+
+The short help omits a `rare` setting. A run that resumes may change a `free` one. With `above`, the
+bound `low` is excluded. A `Condition` names settings, the condition without which they have no
+effect, and the flags that fulfil it (or a whole message, `complaint`).
+"""
 
 from __future__ import annotations
 

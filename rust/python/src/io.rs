@@ -1,4 +1,4 @@
-//! Safetensors files, and copies of tensors that are written later.
+//! Reading and writing safetensors files, and copying tensors so that they can be written later.
 
 use std::collections::BTreeMap;
 

@@ -96,6 +96,7 @@ def test_estimates_of_parameters_states_and_weights_are_exact(
 
     assert total("adapter") == total("gradients") == sum(var.nbytes for var in parameters)
     optimizer = make_optimizer(config, adapters.groups(config))
+    # Give each parameter a gradient, so that the optimizer makes its states.
     for var in parameters:
         (var * 1.0).sum().backward()
     optimizer.step()
@@ -144,8 +145,9 @@ def test_batches_for_encoding_fill_half_of_the_free_memory(
         item.bytes for item in one_by_one if (item.component, item.what) == ("vae", "activations")
     )
     for count in (1, 2, 5):
-        # Half of the memory beside the models holds the activations of `count` images. With the
-        # bytes of one pixel less, it holds one image less.
+        # `encode_area` returns how many pixels are encoded at once, in half of the memory beside
+        # the models. Here, that half holds the activations of `count` images. With the bytes of one
+        # pixel less, it holds one image less.
         limit = RUNTIME_BYTES + models + 2 * count * working
         assert encode_area(facts, config, limit) // largest_area == count
         assert (
@@ -198,6 +200,7 @@ def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     task = sdxl(sdxl_base, config)
     estimate = task.estimate(config, task.read(lambda _: None))
     assert estimate.table()[0].startswith("GPU memory while encoding captions: ")
+    # The cache of latents and features is in host memory.
     on_cpu = items(sdxl_base, config.with_(device="cpu"))
     assert items(sdxl_base, config) == {
         name: count for name, count in on_cpu.items() if not name.endswith(" cache")
@@ -224,7 +227,7 @@ def test_the_estimate_of_previews_is_that_of_the_largest_image(
     weights = sum(
         family.facts.bytes("f32", part) for part in ("vae", "text_encoder", "text_encoder_2")
     )
-    assert working == family.drawing_bytes((256, 128), 1) - weights
+    assert working == family.drawing_bytes((256, 128), count=1) - weights
     assert working > 2 * items(sdxl_base, configure(sample_prompts=prompts[:1]),
                                "drawing previews")["previews activations"]  # fmt: skip
     sized = configure(sample_prompts=prompts[:1], sample_size="256x128")

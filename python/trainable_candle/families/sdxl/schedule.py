@@ -19,11 +19,12 @@ def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
     """Return the noise schedule of a model's training, including what the model predicts.
 
     Args:
-        weights: a pipeline's folder, or an original checkpoint. A folder without a scheduler has
-            SDXL's usual schedule. As in ComfyUI, an original checkpoint has a tensor `v_pred` if
-            its model predicts velocities, and a tensor `ztsnr` if its last timestep is pure noise.
-        prediction_type: "epsilon" or "v_prediction", whatever the weights say; None: what the
-            weights say.
+        weights: a pipeline's folder, or an original checkpoint (all parts in one file). A folder
+            without a scheduler has SDXL's usual schedule. As in ComfyUI, an original checkpoint has
+            a tensor `v_pred` if its model predicts velocities, and a tensor `ztsnr` if its last
+            timestep is pure noise.
+        prediction_type: "epsilon" or "v_prediction", which overrides what the weights say; None:
+            what the weights say.
 
     Raises:
         ConfigError, ArgumentError: the scheduler's configuration is wrong.

@@ -104,6 +104,7 @@ class KLCoder:
         Raises:
             OSError: a file cannot be read.
         """
+        # Images of more than WHOLE pixels are encoded in tiles, with sides of TILE pixels.
         return {**self._identity(), "dtype": "f32", "tile": f"{TILE} above {WHOLE}"}
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
@@ -111,7 +112,7 @@ class KLCoder:
         # Copy the pixels to the device as bytes, and convert them to f32 there.
         image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
         height, width = image.shape[2:]
-        tile = tile_size(width, height)
+        tile = tile_size(width, height)  # None: do not divide the image
         mean, logvar = self.model.encode(image / 127.5 - 1.0, tile_size=tile)
         return {"mean": mean, "logvar": logvar}
 

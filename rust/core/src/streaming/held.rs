@@ -24,21 +24,22 @@ pub(super) struct Held(pub(super) Vec<(DType, Bytes)>);
 pub(super) enum Bytes {
     /// For a ring on the CPU: in memory of this process.
     Plain(Raw),
-    /// For a ring on the CPU: in memory that processes share.
+    /// For a ring on the CPU: in memory that processes share, at this range of bytes.
     Shared(Arc<Pages>, Range<usize>),
     /// For a ring on a GPU: in host memory, from which the GPU copies. The memory is pinned if the system gives enough
     /// pinned memory.
     HostMemory(HostMemory),
-    /// For any ring: in slices. Each process of the machine has one slice.
+    /// For any ring: in slices, at this place. Each process of the machine has one slice, in host memory or on its GPU.
     Sliced(Arc<Shards>, Place),
 }
 
 impl Held {
-    /// A copy of the weights of `packing`. A ring on a GPU has a `copier`, which allocates the memory; without a
-    /// copier, the copy is a CPU tensor.
+    /// A copy of the weights of `packing`, which lists a unit's tensors with their offsets among the elements of their
+    /// dtype. A ring on a GPU has a `copier`, which allocates the memory; without a copier, the copy is a CPU tensor.
     pub(super) fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
         let mut held = Vec::new();
         for dtype in packing.dtypes() {
+            // The number of elements, and the bytes of one.
             let (count, size) = (packing.count(dtype), dtype.size_in_bytes());
             let bytes = match copier {
                 None => {
@@ -91,6 +92,7 @@ impl Bytes {
                 copies.push((Source::Host(memory), to.clone()));
                 Ok(())
             }
+            // `gathered` returns `None` if the slices are on GPUs.
             Self::Sliced(shards, place) => match shards.gathered(*place, 0..place.len()) {
                 Some(bytes) => copy_bytes(to, &bytes),
                 None => {

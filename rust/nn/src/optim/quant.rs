@@ -37,7 +37,8 @@ pub struct Codebook {
     /// index, at most one code begins. The lower 16 bits of a negative value are inverted before the addition, so that
     /// they grow with the value.
     table: Box<[u32; 1 << 16]>,
-    /// The map as one line for each decade, for computing the codes of optimizer states in registers.
+    /// The map as one line (a slope and an offset) for each decade of magnitudes, within which map values are equally
+    /// spaced. With the lines, the codes of optimizer states are computed in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
     /// Four tables for look-ups in registers: table `i` holds byte `i` of each of the 256 values.
@@ -48,13 +49,19 @@ pub struct Codebook {
 impl Codebook {
     /// Returns the dynamic map for values in [-1, 1].
     pub fn signed() -> &'static Self {
-        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, false));
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| {
+            let (signed, preserve_sign) = (true, false);
+            Codebook::dynamic(signed, preserve_sign)
+        });
         &CODEBOOK
     }
 
     /// Returns the dynamic map for values in [0, 1].
     pub fn unsigned() -> &'static Self {
-        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(false, false));
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| {
+            let (signed, preserve_sign) = (false, false);
+            Codebook::dynamic(signed, preserve_sign)
+        });
         &CODEBOOK
     }
 
@@ -62,7 +69,10 @@ impl Codebook {
     /// rounded to zero, get the code of the negative value next to zero instead, which keeps the sign. A NaN (such as
     /// 0 / 0 in a block of zeros) gets the code 255.
     pub fn sign_preserving() -> &'static Self {
-        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| {
+            let (signed, preserve_sign) = (true, true);
+            Codebook::dynamic(signed, preserve_sign)
+        });
         &CODEBOOK
     }
 
@@ -162,6 +172,7 @@ impl Codebook {
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
         Self {
             #[cfg(target_arch = "x86_64")]
+            // The number of a magnitude is its code minus the code of zero.
             lines: Lines::new(signed, |number| border(&values, zero as usize + number)),
             #[cfg(target_arch = "x86_64")]
             planes: std::array::from_fn(|byte| values.map(|value| value.to_bits().to_le_bytes()[byte])),
@@ -337,6 +348,7 @@ mod tests {
             assert_eq!(codes, values.map(|x| codebook.encode(x * scale)), "{values:?} times {scale}");
             let all_codes = std::array::from_fn::<u8, BLOCK_SIZE, _>(|code| code as u8);
             for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
+                // `decode` takes the codes for four registers; `part` gives the values of one register.
                 let decoded = l.decode(codebook, &all_codes[start..]);
                 for part in 0..4 {
                     // Room for the values of a register; `WIDTH` is at most 16.

@@ -13,8 +13,8 @@ use crate::tensor::source::{Element, Source};
 /// The stream that the protocol assumes if none is given: CUDA's legacy default stream.
 const LEGACY: i64 = 1;
 
-/// The stream that a consumer names with the argument `stream` of `__dlpack__`. `None` for -1: the consumer then
-/// synchronizes by itself.
+/// The stream that a consumer names with the argument `stream` of `__dlpack__`: the address of a stream, or 1 or 2 for
+/// CUDA's legacy or per-thread default stream. `None` for -1: the consumer then synchronizes by itself.
 ///
 /// # Errors
 /// `BufferError` for 0 and for numbers below -1, which the protocol does not allow.
@@ -51,8 +51,8 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// Copy the values of `source` on the device. The stream in which this library copies them must already wait until the
-/// producer has written them; a producer ensures this when `__dlpack__` gets this stream.
+/// Return a copy of the values of `source`, on the same device. The stream in which this library copies them must
+/// already wait until the producer has written them; a producer ensures this when `__dlpack__` gets this stream.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.

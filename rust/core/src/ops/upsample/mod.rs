@@ -83,6 +83,7 @@ fn copies(input: usize, output: usize) -> Vec<Range<usize>> {
 
 impl Resize {
     fn forward(&self, x: &Raw) -> Result<Raw> {
+        // The last argument of `cuda::resize` says whether it is the backward pass.
         on_device!(x.device(), cuda => cuda::resize(self, x, false), cpu => cpu::forward(self, x))
     }
 }

@@ -1,7 +1,10 @@
-//! The CUDA form of W8A8. Kernels of `kernels/codes.cu` and `kernels/geglu_codes.cu` round matrices to codes. On
+//! The CUDA form of W8A8: linear layers that multiply 8-bit codes, those of the weight and those to which the input or
+//! the gradient is rounded. Kernels of `kernels/codes.cu` and `kernels/geglu_codes.cu` round matrices to codes. On
 //! compute capability 9.0, one call then computes the sums of products and scales them: the kernel of `hopper` for
 //! int8, and for e4m3 if its tiles fill the GPU; otherwise cuBLASLt (`scaled`). On other GPUs, cuBLASLt computes the
 //! sums, and a kernel of `kernels/codes.cu` scales them.
+//!
+//! A weight that was joined from several matrices has several parts: ranges of rows that were quantized together.
 
 mod hopper;
 mod scaled;
@@ -56,9 +59,9 @@ impl Quantized {
     /// The kernels' description of the weight's parts.
     fn code_parts(&self) -> Result<CodeParts> {
         let (mut list, mut start) = ([CodePart::default(); MOST_PARTS], 0);
-        for (part, place) in self.parts.iter().zip(&mut list) {
+        for (part, entry) in self.parts.iter().zip(&mut list) {
             let scales = part.row_scales();
-            *place = CodePart {
+            *entry = CodePart {
                 codes: address(OP, &part.codes)?,
                 scales: scales.map_or(Ok(0), |scales| address(OP, scales))?,
                 start,
@@ -66,7 +69,7 @@ impl Quantized {
                 scale_count: count32(OP, scales.map_or(0, Raw::elem_count))?,
                 unused: 0,
             };
-            start += place.rows;
+            start += entry.rows;
         }
         Ok(CodeParts { list })
     }
@@ -150,7 +153,8 @@ impl Rounded {
     }
 
     /// Rounds each row of the gradient `g` (rows, columns), whose columns are first multiplied by the scales of the
-    /// rows of `w` (columns, inner). Fills `transposed`, if given, with the transposed codes of `w` and with ones.
+    /// rows of `w` (columns, inner). Fills `transposed`, if given, with the transposed codes of `w` and, as their
+    /// scales, with ones.
     fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, transposed: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
         let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
@@ -229,7 +233,8 @@ impl Rounded {
     }
 }
 
-/// The largest number of elements in a row of a GEGLU that the kernels can round.
+/// The largest number of elements in a row of a GEGLU that the kernels can round: each thread of the largest team holds
+/// [`HELD`] packs of `wide` elements.
 fn longest(dtype: DType) -> usize {
     TEAM * HELD * wide(dtype)
 }
@@ -341,15 +346,18 @@ fn gradient_of_rounded(
     let (kind, columns) = (w.kind(), w.dims[1]);
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
     let (codes, mut whole) = (address(OP, &transposed.codes)?, CodeParts::default());
+    // The transposed codes are one part. It has no scales, because g was multiplied by those of W before the rounding.
     whole.list[0] = CodePart { codes, rows: count32(OP, columns)?, ..CodePart::default() };
     if hopper::product(gpu, kind, g, (whole, 1), &dx, Addends::default())? {
         return Ok(Some(dx));
     }
+    let (start, is_fast) = (0, false);
+    let factor = (&transposed.codes, &transposed.ones);
     if scaled::is_possible(gpu, kind, dtype)
-        && scaled::write_product(gpu, g, (&transposed.codes, &transposed.ones), (&dx, 0), Addends::default(), false)?
+        && scaled::write_product(gpu, g, factor, (&dx, start), Addends::default(), is_fast)?
     {
         return Ok(Some(dx));
     }
-    let to = Columns { y: &dx, start: 0, scales: None, bias: None };
+    let to = Columns { y: &dx, start, scales: None, bias: None };
     Ok(g.product(gpu, kind, (codes, columns), &to)?.then_some(dx))
 }

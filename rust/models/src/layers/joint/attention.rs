@@ -68,7 +68,8 @@ impl Module for Projections {
 
 /// One stream of tokens in an attention.
 pub(crate) struct Stream<'a> {
-    /// Queries, keys and values of the tokens. Results of other layers may follow.
+    /// Queries, keys and values of the tokens, in this order. Results of other layers that read the same input may
+    /// follow; attention ignores them.
     pub projected: Projected,
     /// Norms of queries and keys, per head.
     pub norms: Option<&'a [RmsNorm; 2]>,
@@ -89,13 +90,15 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
         );
     }
     let qkvs = streams.iter().map(|stream| stream.qkv(sizes)).collect::<Result<Vec<_>>>()?;
+    // The queries (index 0), keys (1) or values (2) of all streams.
     let joined = |index: usize| match qkvs.as_slice() {
         [qkv] => Ok(qkv[index].clone()),
         several => Tensor::cat(&several.iter().map(|qkv| &qkv[index]).collect::<Vec<_>>(), 2),
     };
     let (q, k, v) = (joined(0)?, joined(1)?, joined(2)?);
     let (batch, length) = (q.dims()[0], q.dims()[2]);
-    let mixed = scaled_dot_product_attention(&q, &k, &v, mask, false, None)?;
+    let (is_causal, scale) = (false, None);
+    let mixed = scaled_dot_product_attention(&q, &k, &v, mask, is_causal, scale)?;
     mixed.transpose(1, 2)?.reshape((batch, length, sizes.dim()))
 }
 
@@ -180,6 +183,7 @@ impl JointAttention {
         text: &Tensor,
         attention_inputs: AttentionInputs<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
+        // The numbers of text and image tokens. The text comes first, in `angles` and in the joint sequence.
         let (length, area) = (text.dims()[1], image.dims()[1]);
         let angles =
             |start: usize, tokens: usize| attention_inputs.angles.map(|all| all.narrow(start, tokens)).transpose();
@@ -196,7 +200,8 @@ impl JointAttention {
         self.image.saved(area, saved);
         let dim = self.to_out.in_features();
         saved.attention(area + length, area + length, dim);
-        // One tensor holds attention's results for both streams. Each output projection reads a copy of its part.
+        // One tensor holds attention's results for both streams. Each output projection reads a copy of its part, which
+        // is cheap to recompute. The pairs give the number of the copy's values, and of its tokens.
         saved.keep((area + length) * dim);
         saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
@@ -245,7 +250,7 @@ impl SelfAttention {
         self.stream.saved(tokens, saved);
         saved.attention(tokens, tokens, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
-        // Attention's result is the input of `to_out`, and is counted already.
+        // Attention's result is the input of `to_out`, and is counted already, so 0 values are added.
         saved.linear(&self.to_out, (0, tokens));
     }
 }
