@@ -296,13 +296,13 @@ def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
 def test_shorter_text_features_are_extended_by_those_of_the_empty_caption(
     kind: str, tmp_path: Path
 ) -> None:
-    def parts(caption: str) -> int:
-        """Return the size of a caption in words; `encode_parts` limits the sum per encoder call."""
+    def size_of(caption: str) -> int:
+        """Return the size of a caption in words; `most_size` limits the sum per encoder call."""
         return len(caption.split())
 
     captions = ["a b c", "dd", "", "e ff", "dd"]
     options = CacheOptions(kind)
-    cache = TextCache(encode_texts, options, {}, folder=tmp_path, encode_parts=4, parts=parts)
+    cache = TextCache(encode_texts, options, {}, folder=tmp_path, most_size=4, size_of=size_of)
     # Four of the five captions are different.
     assert cache.fill(captions).made == (0 if kind == "off" else 4)
     # The features of the empty caption are [0, 0].

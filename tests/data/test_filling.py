@@ -158,13 +158,13 @@ def test_captions_of_the_same_size_are_encoded_together(tmp_path: Path) -> None:
         calls.append(list(captions))
         return {"length": tc.tensor([[float(len(caption))] for caption in captions])}
 
-    def parts(caption: str) -> int:
+    def size_of(caption: str) -> int:
         return len(caption.split())
 
     # The size of a caption is its number of words. A batch has captions of equal size, and their
     # sizes add up to at most 4, unless one caption is larger. The empty caption is always encoded.
     captions = ["a b", "c", "d e", "f", "g h i j k", "l m", "n o p q r"]
-    cache = TextCache(encode, DISK, {}, folder=tmp_path, encode_parts=4, parts=parts)
+    cache = TextCache(encode, DISK, {}, folder=tmp_path, most_size=4, size_of=size_of)
     cache.fill(captions)
     assert calls == [
         [""], ["a b", "d e"], ["l m"], ["c", "f"], ["g h i j k"], ["n o p q r"]

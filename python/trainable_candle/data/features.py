@@ -181,9 +181,9 @@ class TextCache:
             skip, the number of tokens, the dtype. Different identities have separate entries.
         folder: the result of `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the greatest sum of the captions' sizes (see `parts`) that `encode` gets at
+        most_size: the greatest sum of the captions' sizes (see `size_of`) that `encode` gets at
             once; a larger caption is encoded alone.
-        parts: returns the size of a caption, such as the number of chunks of tokens that the
+        size_of: returns the size of a caption, such as the number of chunks of tokens that the
             encoders read one by one. Only captions of equal size are encoded together.
     """
 
@@ -195,12 +195,12 @@ class TextCache:
         *,
         folder: Path | None = None,
         device: str = "cpu",
-        encode_parts: int = 1,
-        parts: Callable[[str], int] = lambda _: 1,
+        most_size: int = 1,
+        size_of: Callable[[str], int] = lambda _: 1,
     ) -> None:
         self._encode = tc.no_grad()(encode)
-        self._encode_parts = encode_parts
-        self._parts = parts
+        self._most_size = most_size
+        self._size_of = size_of
         self._is_on = options.kind != "off"
         self._entries = Entries(options, "text", identity, folder, device)
 
@@ -238,7 +238,7 @@ class TextCache:
             """Return the key of an entry, and the facts that its file holds beside the tensors."""
             return _text_key(caption), {"caption": caption}
 
-        batches = groups_of(mine, self._parts, self._captions_at_once)
+        batches = groups_of(mine, self._size_of, self._captions_at_once)
         with Progress("captions", len(mine), progress, report) as done:
             self._entries.fill(batches, batches, self._encode, key_and_facts, done)
         # Send the entries to those processes that lack them.
@@ -249,8 +249,8 @@ class TextCache:
             removed=0,
         )
 
-    def _captions_at_once(self, parts: int) -> int:
-        return max(1, self._encode_parts // max(1, parts))
+    def _captions_at_once(self, size: int) -> int:
+        return max(1, self._most_size // max(1, size))
 
     def batch(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors of B captions, by name; their shapes begin with B.

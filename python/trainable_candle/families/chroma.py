@@ -43,7 +43,7 @@ class ChromaTexts:
     def __init__(self, family: Chroma) -> None:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
-    def chunks(self, caption: str) -> int:
+    def size_of(self, caption: str) -> int:
         """Return the number of tokens that T5 encodes for a caption; see `T5.read_tokens`.
 
         Captions with the same number can be encoded in one batch.

@@ -56,7 +56,7 @@ class FluxTexts:
         self._t5 = T5.load(family, "text_encoder_2", family.text_tokens)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
+    def size_of(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 

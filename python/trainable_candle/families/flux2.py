@@ -48,7 +48,7 @@ class Flux2Texts:
     def __init__(self, family: Flux2) -> None:
         self._qwen3 = Qwen3(family, LAYERS, thinks=False)
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
+    def size_of(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of 512 tokens."""
         return 1
 

@@ -62,7 +62,7 @@ class QwenImageTexts:
     def _tokens(self, caption: str) -> list[int]:
         return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
 
-    def chunks(self, caption: str) -> int:
+    def size_of(self, caption: str) -> int:
         """Return the number of tokens in a caption's features."""
         return len(self._tokens(caption)) - _DROPPED
 

@@ -55,7 +55,7 @@ class SD3Texts:
         self._t5 = T5.load(family, "text_encoder_3", _T5_TOKENS)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
+    def size_of(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 

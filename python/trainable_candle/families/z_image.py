@@ -47,7 +47,7 @@ class ZImageTexts:
     def _tokens(self, caption: str) -> list[int]:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
 
-    def chunks(self, caption: str) -> int:
+    def size_of(self, caption: str) -> int:
         """Return the number of tokens of a caption divided by 32, rounded up."""
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 

@@ -43,7 +43,7 @@ class Encoders(Protocol):
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return text features of B captions, (B, ...) by name."""
 
-    def chunks(self, caption: str) -> int:
+    def size_of(self, caption: str) -> int:
         """Return a caption's size; captions of equal size can be encoded in one batch.
 
         For SDXL the size is the number of rows of 77 tokens that the caption needs. In other
@@ -252,8 +252,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """Return a caption's size; see `Encoders.chunks`."""
-        return self.encoders.chunks(caption)
+        """Return a caption's size; see `Encoders.size_of`."""
+        return self.encoders.size_of(caption)
 
     def truncates(self, caption: str) -> bool:
         """Return whether the text encoders do not read the end of a caption."""

@@ -69,7 +69,7 @@ class TextEncoders:
         )
         return cls((clip_l, big_g), tokenizers, clip_skip, family.device)
 
-    def chunks(self, caption: str) -> int:
+    def size_of(self, caption: str) -> int:
         """Return the number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
         return max(len(tokenizer.chunks(caption, MOST_CHUNKS)) for tokenizer in self._tokenizers)
 
@@ -91,7 +91,7 @@ class TextEncoders:
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the token ids of B captions for each encoder, (B n, 77); n as in `__call__`."""
-        count = max(map(self.chunks, captions))
+        count = max(map(self.size_of, captions))
         return {
             name: tc.tensor(
                 np.concatenate([_chunks(tokenizer, caption, count) for caption in captions]),

@@ -78,8 +78,8 @@ def prepare_texts(
         cache_options(config),
         identity,
         folder=folder_for_cache(config, data.train, report),
-        encode_parts=family.text_rows_at_once(),
-        parts=family.text_length,
+        most_size=family.text_rows_at_once(),
+        size_of=family.text_length,
     )
     captions = data.train.possible_captions()
     if data.validation is not None:
