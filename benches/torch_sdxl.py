@@ -2,7 +2,7 @@
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
 `scaled_dot_product_attention`. With checkpointing, each residual block and each transformer block
-is a checkpoint.
+is a checkpoint. The caller uses autocast, so f32 factors work on bf16 activations.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base = base
         device = base.weight.device
+        # Initial values as with peft's `init_lora_weights="gaussian"`.
         self.down = nn.Parameter(torch.randn(rank, base.in_features, device=device) / rank)
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
 
@@ -78,6 +79,7 @@ class Attention(nn.Module):
 class GEGLU(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
+        # Twice 4 dim: the features of the hidden layer, and their gates.
         self.proj = nn.Linear(dim, 8 * dim)
 
     def forward(self, x: Any) -> Any:
@@ -88,6 +90,7 @@ class GEGLU(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
+        # The identity stands for diffusers' dropout, so that the last layer is `net.2`, as there.
         self.net = nn.ModuleList([GEGLU(dim), nn.Identity(), nn.Linear(4 * dim, dim)])
 
     def forward(self, x: Any) -> Any:
@@ -111,7 +114,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Transformer blocks on the positions of a feature map, which are called with `call`."""
+    """Transformer blocks on the positions of a feature map.
+
+    `forward` gets the method `UNet.call`, which calls each block, perhaps as a checkpoint.
+    """
 
     def __init__(self, dim: int, context: int, heads: int, depth: int) -> None:
         super().__init__()
@@ -143,6 +149,8 @@ class Sampler(nn.Module):
 
 class Level(nn.Module):
     """The residual blocks of a level; if its depth is not 0, a transformer follows each.
+
+    `UNet.run` calls them.
 
     Args:
         inputs: the input channels of each residual block.
@@ -194,8 +202,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         time_width = 4 * CHANNELS[0]
-        self.conv_in = nn.Conv2d(4, CHANNELS[0], 3, padding=1)
+        self.conv_in = nn.Conv2d(4, CHANNELS[0], 3, padding=1)  # Latents have 4 channels.
         self.time_embedding = Embedding(CHANNELS[0], time_width)
+        # An image has six numbers: its original size, the corner of its crop, and its target size.
         self.add_embedding = Embedding(POOLED + 6 * SIZE_WIDTH, time_width)
         last = len(CHANNELS) - 1
         downs, ups, skip_widths, channels = [], [], [CHANNELS[0]], CHANNELS[0]
@@ -229,7 +238,7 @@ class UNet(nn.Module):
         return module(*inputs)
 
     def run(self, level: Any, number: int, x: Any, time: Any, context: Any) -> Any:
-        """Run a residual block of a level, and the transformer that follows it if there is one."""
+        """Run residual block `number` of a level, and the transformer after it if there is one."""
         x = self.call(level.resnets[number], x, time)
         if hasattr(level, "attentions") and number < len(level.attentions):
             x = level.attentions[number](x, context, self.call)

@@ -61,6 +61,8 @@ def build(
 ) -> None:
     """Compile `libraries` into `folder`, without the functions in `missing`.
 
+    A missing function is compiled under another name, so that programs do not find it.
+
     Raises:
         FileNotFoundError: there is no C compiler, or CUDA's headers are missing.
     """
@@ -74,6 +76,7 @@ def build(
         f"-I{include}",
         *(f"-D{name}=missing_{name}" for name in missing),
     ]
+    # The other libraries are linked to the driver, which is the first of `LIBRARIES`.
     for name in libraries:
         sources = [str(SOURCES / source) for source in LIBRARIES[name]]
         target = library_folder(folder, name)
@@ -103,7 +106,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def unpack(payload: bytes, size: int) -> bytes:
     """Return the bytes of a fatbin's image, and decompress them if they are zstd data."""
-    if not payload.startswith(b"\x28\xb5\x2f\xfd"):
+    if not payload.startswith(b"\x28\xb5\x2f\xfd"):  # the magic number of zstd
         return payload
     if sys.version_info >= (3, 14):
         from compression import zstd
@@ -153,7 +156,8 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 def machine_code(image: bytes) -> Iterator[str]:
     """Yield, for each kernel in machine code, its line of `table` without the checksum."""
-    max_threads, parameter = 0x05, 0x17
+    max_threads, parameter = 0x05, 0x17  # numbers of attributes
+    # The image contains the options of its compiler.
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
         raise ValueError("the machine code does not name its architecture")
@@ -187,7 +191,7 @@ def listed_registers(file: ELFFile, name: str) -> int:
 
     The result is 0 if the section does not list the kernel.
     """
-    register_count = 0x2F
+    register_count = 0x2F  # the number of an attribute
     symbols = file.get_section_by_name(".symtab")
     for number, payload in attributes(file.get_section_by_name(".nv.info").data()):
         if number == register_count:
@@ -216,7 +220,7 @@ def portable_code(number: int, image: bytes) -> Iterator[str]:
 
 def table(program: Path) -> str:
     """Return the table of kernels that `simulated/launch.c` reads and describes."""
-    ptx, elf = 1, 2
+    ptx, elf = 1, 2  # kinds of images: kernels as PTX, or as machine code
     lines = set()
     for checksum, images in fatbins(program.read_bytes()):
         for kind, number, image in images:

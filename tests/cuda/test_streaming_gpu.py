@@ -1,6 +1,6 @@
 """On a GPU, blocks streamed from host memory compute the same bits as blocks in GPU memory.
 
-That holds for eager calls and in graphs.
+That holds for eager calls and for replays of CUDA graphs.
 """
 
 import os
@@ -35,7 +35,7 @@ def losses(
     checkpointed: int | None = None,
     graph: bool = False,
 ) -> list[np.ndarray]:
-    """The losses of six training steps; after the fourth loss, the output of a forward pass.
+    """The losses of six training steps; between the fourth and the fifth, a model output.
 
     `checkpointed` is the number of blocks to which `policy` applies; None means all.
     """
@@ -83,18 +83,18 @@ def test_losses_of_streamed_blocks_are_those_of_resident_blocks(
     gpu: str, name: str, quantize: str | None, *, graph: bool
 ) -> None:
     expected = losses(gpu, name, stream_blocks=0, quantize=quantize)
-    for count in (1, KINDS[name][2]):
+    for count in (1, KINDS[name][2]):  # One streamed block, or all blocks.
         found = losses(gpu, name, stream_blocks=count, quantize=quantize, graph=graph)
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for streamed, resident in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(streamed, resident)
 
 
 @pytest.mark.parametrize("policy", ["selective", "none"])
 def test_losses_are_equal_under_other_checkpoint_policies(gpu: str, policy: str) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, policy=policy)
     found = losses(gpu, "flux", stream_blocks=4, policy=policy)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for streamed, resident in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(streamed, resident)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -104,18 +104,19 @@ def test_losses_are_equal_when_only_some_blocks_are_checkpointed(
     gpu: str, policy: str, quantize: str | None, *, graph: bool
 ) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, quantize=quantize)
-    for checkpointed, streamed in ((1, 0), (3, 0), (2, 4)):
+    # `expected` is with all four blocks checkpointed and none streamed.
+    for checkpointed, stream_blocks in ((1, 0), (3, 0), (2, 4)):
         found = losses(
             gpu,
             "flux",
-            stream_blocks=streamed,
+            stream_blocks=stream_blocks,
             quantize=quantize,
             policy=policy,
             checkpointed=checkpointed,
             graph=graph,
         )
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for some, all_blocks in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(some, all_blocks)
 
 
 def test_blocks_with_too_little_pinned_memory_compute_the_same(gpu: str) -> None:
@@ -130,9 +131,10 @@ for name, (_, _, count) in KINDS.items():
     for quantize in (None, "nf4"):
         expected = losses({gpu!r}, name, stream_blocks=0, quantize=quantize)
         found = losses({gpu!r}, name, stream_blocks=count, quantize=quantize)
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for streamed, resident in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(streamed, resident)
 """
+    # Limits in bytes.
     for limit in ("0", "300000"):
         environment = {**os.environ, "TRAINABLE_CANDLE_PINNED_BYTES": limit}
         command = [sys.executable, "-c", code]

@@ -1,4 +1,7 @@
-"""Processes that cannot connect end within the time limit with an error that says why."""
+"""How the processes of a distributed run find each other: addresses, ports and the time limit.
+
+Processes that cannot connect end within the time limit with an error that says why.
+"""
 
 import os
 import re
@@ -28,15 +31,18 @@ def port() -> int:
 def run_ranks(
     host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
 ) -> list[tuple[int, str]]:
-    """Run some ranks of a run of two processes; return the exit status and stderr of each."""
-    place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
+    """Run some ranks of a run of two processes; return the exit status and stderr of each.
+
+    Rank 0 should be at `host` and `port`. Each process waits `seconds` for the other one.
+    """
+    meeting = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
     # The environment variables of two machines with one process each.
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     began = time.monotonic()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env={**os.environ, **place, **sizes, "RANK": str(rank)},
+            env={**os.environ, **meeting, **sizes, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,7 +80,7 @@ def test_a_wrong_address_is_reported_by_both_ranks(host: str, reason: str, port:
 
 @pytest.fixture(params=["silent", "talkative"])
 def foreign_port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Yield the port of another program, which never answers or uses another protocol."""
+    """Yield the port of another program: a silent one, or one with another protocol."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -83,7 +89,8 @@ def foreign_port(request: pytest.FixtureRequest) -> Iterator[int]:
             try:
                 while True:
                     visitor, _ = server.accept()
-                    # The first four bytes say that a message of 15 bytes follows.
+                    # The first four bytes are the length of a message of `multiprocessing`, so the
+                    # client reads the other 15 bytes as a whole message, which is a wrong one.
                     visitor.sendall(b"\0\0\0\x0fHTTP/1.1 400 No")
                     visitor.close()
             except OSError:
@@ -117,7 +124,8 @@ def test_rank_0_at_localhost_is_found_at_its_network_address(port: int) -> None:
     """Some launchers give rank 0 the address localhost, and the other ranks its network address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
-            outward.connect(("203.0.113.7", 9))  # With UDP, this sends nothing.
+            # With UDP, this sends nothing: the system only chooses the address to send from.
+            outward.connect(("203.0.113.7", 9))
         except OSError:
             pytest.skip("this machine has no network")
         address = outward.getsockname()[0]

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_made_from_the_settings() -> None:
+    # A script of `.ci/`, which is no package, makes the page.
     spec = importlib.util.spec_from_file_location("page", ROOT / ".ci" / "settings_page.py")
     assert spec is not None
     assert spec.loader is not None
@@ -23,9 +24,11 @@ def test_the_page_is_made_from_the_settings() -> None:
 def test_the_defaults_on_the_page_are_accepted_as_arguments() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     for setting in ("optimizer", "lr_scheduler"):
+        # A section has a table with a row for each optimizer (schedule), such as
+        # | `adamw` | `betas=0.9,0.999`, `eps=1e-08` |
         _, rest = text.split(f"## `--{setting.replace('_', '-')}-args`")
         rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", rest.split("\n## ")[0], re.MULTILINE)
-        assert len(rows) > 3
+        assert len(rows) > 3  # The pattern has found the table.
         for name, cell in rows:
             given = {setting: name, f"{setting}_args": re.findall(r"`(.*?)`", cell)}
             TrainConfig(model="digits", **given)

@@ -3,8 +3,9 @@
 Each other rank has two connections to rank 0. On the first, the main threads exchange messages, in
 the same order in all processes. On the second, other threads of both ends report every second what
 their process is doing. A process has failed if it closes the second connection without notice,
-reports nothing for too long, or exceeds its time limit. Rank 0 then informs all other processes. So
-a run ends in all processes even if NCCL would wait for ever for a process that has ended.
+reports nothing for too long, or exceeds the time limit of what it is doing. Rank 0 then informs all
+other processes. So a run ends in all processes even if NCCL would wait for ever for a process that
+has ended.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _NO_ANSWER: Final = f"rank 0 does not answer; read its output, or set {JOIN} to 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
     """Return the differences between the facts of another process and those of rank 0.
+
+    Facts, such as versions and settings, must be equal in all processes.
 
     Args:
         theirs: the facts of the other process, by name.
@@ -195,7 +198,7 @@ class Link:
                     connection = listener.accept()
                     arrived.put((connection, json.loads(connection.recv_bytes())))
                 except (AuthenticationError, EOFError, ValueError, ConnectionError):  # noqa: PERF203
-                    continue  # A client from outside must not end the run.
+                    continue  # A client that is no process of the run must not end the run.
                 except OSError as error:
                     arrived.put(error)
                     return
@@ -227,7 +230,8 @@ class Link:
             knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()
-        # The second answer tells each rank that all processes have connected.
+        # `_welcome` has answered once on each connection. A second answer, on the connection for
+        # messages, tells each rank that all processes have connected.
         for connection in self._data.values():
             connection.send_bytes(b"{}")
 
@@ -292,6 +296,7 @@ class Link:
         Raises:
             DistributedError: rank 0 rejects a process, has ended or does not answer.
         """
+        # After `deadline`, the error of rank 0 may still arrive: it says more than `_NO_ANSWER`.
         try:
             answered = connection.poll(max(0.0, deadline - time.monotonic() + GRACE))
             answer = json.loads(connection.recv_bytes()) if answered else {"failure": _NO_ANSWER}
@@ -324,7 +329,8 @@ class Link:
         Raises:
             DistributedError: always.
         """
-        # Another process may have failed first: its reason may arrive on the second connection.
+        # Another process may have failed first. Then `_hear`, in another thread, soon gets the
+        # reason on the second connection and sets `failure`.
         deadline = time.monotonic() + 1.0
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL)
@@ -343,7 +349,10 @@ class Link:
             time.sleep(BEAT)
 
     def _hear(self, rank: int, connection: Connection[Any, Any]) -> None:
-        """Receive the heartbeats of `rank`; make the run fail if they stop or exceed a limit."""
+        """Receive the heartbeats of `rank`; make the run fail if they stop.
+
+        Also if they say that the process has exceeded the time limit of its phase.
+        """
         beat: dict[str, Any] = {"phase": "starting", "limit": None, "age": 0.0}
         heard_at = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-//! The calls of cuBLASLt that a device caches, one for each [`Key`].
+//! Matrix products that cuBLASLt computes: the calls for them, which a device caches, one for each [`Key`].
 
 use std::sync::Mutex;
 
@@ -20,22 +20,22 @@ pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 /// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
-    /// Operands of one half-precision dtype.
+    /// Operands and result of one half-precision dtype, with sums in f32 and without a bias.
     Half { dtype: DType },
-    /// Operands of one floating-point dtype, with a bias that is added as the result is written.
+    /// Operands and result of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
     /// 8-bit integers, with 32-bit sums.
     Int8,
-    /// e4m3 numbers, with sums in f32.
+    /// e4m3 numbers (floats of 8 bits), with sums in f32, which are the result.
     E4m3,
-    /// e4m3 numbers, with sums that are multiplied by a scale for each row and for each column. The results have this
-    /// dtype, f16 or bf16, and so has the bias if there is one. `is_fast`: sums have about 14 bits instead of those of
-    /// f32.
+    /// e4m3 numbers, with sums that are multiplied by a scale for each row and for each column. `dtype` is that of the
+    /// results and of the bias, if there is one: f16 or bf16. `is_fast`: sums have about 14 significant bits instead of
+    /// the 24 of f32.
     ScaledE4m3 { dtype: DType, has_bias: bool, is_fast: bool },
 }
 
 impl Arithmetic {
-    /// The arithmetic of a layer whose operands and bias have this dtype.
+    /// The arithmetic of a layer with a bias, whose operands and bias have this dtype.
     pub(super) fn with_bias(dtype: DType) -> Self {
         let is_tf32 = dtype == DType::F32 && float32_matmul_precision() == MatmulPrecision::High;
         Self::Bias { dtype, is_tf32 }
@@ -70,7 +70,7 @@ impl Arithmetic {
         }
     }
 
-    /// The arithmetic of sums, and the type of the number by which a whole product is multiplied.
+    /// The arithmetic of sums, and the type of the number by which a whole product is multiplied (cuBLAS' alpha).
     pub(super) const fn sums(self) -> (Compute, DataType) {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
@@ -97,8 +97,8 @@ pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
     /// The rows m and the columns n of the result, and the length k of its sums.
     pub(super) sizes: [usize; 3],
-    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance in elements between its columns
-    /// as they are stored.
+    /// For each operand, A and then B: whether it is transposed, and the distance in elements between its columns as
+    /// they are stored (the leading dimension).
     pub(super) operands: [(bool, i64); 2],
     /// The distance in elements between the columns of the result.
     pub(super) distance: i64,
@@ -140,5 +140,5 @@ pub(super) struct Call {
     pub(super) algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: descriptions are memory of the host; a lock is held while they are used.
+// SAFETY: descriptions are memory of the host, which any thread may use. The lock of `ProductCalls` is held meanwhile.
 unsafe impl Send for Call {}

@@ -1,5 +1,5 @@
 //! Gated linear units (Shazeer 2020, arXiv:2002.05202): the first half of the features times an activation of the
-//! second half, the gate.
+//! second half, the gate. `codes`, `feed_forward` and `linear` fuse such a unit with the linear layers around it.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -43,6 +43,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     gated(&SWIGLU, x, Silu)
 }
 
+/// Gives h · `function`(gate). On a GPU, the name in `info` chooses the kernel, and `function` is not used.
 fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     // `function` must compute its derivative from the gate, because the activation of the gate is not saved.
     const { assert!(!F::SAVES_RESULT) };
@@ -98,6 +99,7 @@ struct GatedBackward<F> {
 impl<F: Pointwise> Backward for GatedBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
+        // Input 0 is `x`, the only input.
         context.add(0, run_backward(self.op, &self.x.get()?, &grad, self.width, self.function)?)
     }
 
