@@ -40,7 +40,8 @@ CARDS = (
 RANK, SIDE = 16, 1024
 """The rank of the LoRA, and the height and width of the images in px."""
 ROW_TOKENS = 2048
-# Names of settings in the column "chosen".
+"""The tokens of a row, the batch of a language model."""
+# The words for settings in the column "chosen".
 SHORT = {
     "gradient_checkpointing": "checkpointing", "checkpoint_blocks": "for", "base_precision": "base",
     "text_encoder_precision": "texts", "stream_modulation": "modulation streamed",
@@ -60,7 +61,7 @@ def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Bud
     weights = write_model(folder / model, model)
     for gib, gpu in CARDS:
         config = _config(family_class, folder)
-        # The margin is that of every run on a GPU.
+        # Every run on a GPU leaves this share of the memory free.
         budget = Budget(gib * GIB - CONTEXT_BYTES, HOST, GPUS[gpu], margin=0.05)
         family = family_class(weights, "bf16", "cuda", config)
         if family_name == "causal-lm":
@@ -122,7 +123,7 @@ def _chosen(plan: Plan) -> str:
         if value is True:
             parts.append(short)
         elif name == "checkpoint_blocks":
-            # The setting before it is "gradient_checkpointing", which applies to these blocks.
+            # The part before is "checkpointing full" or "checkpointing offload", for these blocks.
             blocks = plan.estimate.work.checkpointed if plan.estimate.work is not None else 0
             parts[-1] += f" {short} {value} of {blocks} blocks"
         elif name == "stream_blocks":

@@ -117,6 +117,7 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     assert "tuned: eno\n" in preview
     text = "\n".join(lines)
     assert "chat template: ChatML, as the tokenizer has none; answers end with" in text
+    # Of the eight chats, a quarter is held out for validation.
     assert "6 of 6 answers end in a stop token" in text
     assert "memory while training" in text
 
@@ -142,6 +143,7 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     capsys.readouterr()
     assert main(["chat", *flags, "--prompt", "two", "--prompt", "one"]) == 0
     assert capsys.readouterr().out == "owt\neno\n"
+    # An empty line ends the conversation.
     monkeypatch.setattr("sys.stdin", io.StringIO("two\n\nnever read\n"))
     assert main(["chat", *flags]) == 0
     assert capsys.readouterr().out == "owt\n"
@@ -154,7 +156,7 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     rendered = "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert main(["sample", *flags, "--prompt", rendered, "--raw"]) == 0
     assert capsys.readouterr().out == "owt\n"
-    # The texts of a prompt get consecutive seeds.
+    # The texts of a prompt get consecutive seeds. `sample` prints an empty line after each text.
     temperature = ["--temperature", "3"]
     count = ["--seed", "4", "--count", "2"]
     assert main(["sample", *flags, "--prompt", "two", *temperature, *count]) == 0
@@ -170,7 +172,7 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     ).read_bytes()
     assert tc.load_file(merged_by_command / "model.safetensors")["lm_head.weight"].dtype == "bf16"
     merged = tmp_path / "merged"
-    task.save_merged(merged)
+    task.save_merged(merged)  # The last `task` of the loop above, with the adapter in `peft`.
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (merged / name).read_bytes() == (weights / name).read_bytes()
     merged_task = families.load("causal-lm", merged, "f32", "cpu")
@@ -184,15 +186,15 @@ def test_a_run_continues_from_the_adapter_of_another_run_if_the_layers_agree(
     given = {"validation_split": 0.25, "steps": 1}
     losses = []
     for name, file in (("b", "adapter.safetensors"), ("c", "peft")):
-        start = str(first.output / file)
-        run = train(config_of(weights, chats, tmp_path / name, initial_adapter=start, **given))
+        initial = str(first.output / file)
+        run = train(config_of(weights, chats, tmp_path / name, initial_adapter=initial, **given))
         first_row = next(
             row for row in read_json_log(run.output / "train.jsonl") if "validation_loss" in row
         )
         losses.append(first_row["validation_loss"])
         assert losses[-1] < 0.8 * first_row["validation_base_loss"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    fewer_layers = {"initial_adapter": start, "target_modules": ["q_proj"]}
+    fewer_layers = {"initial_adapter": initial, "target_modules": ["q_proj"]}
     with pytest.raises(ConfigError, match=r"for other layers than --target-modules: .*mlp"):
         train(config_of(weights, chats, tmp_path / "d", **fewer_layers))
 
@@ -223,6 +225,7 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
     for var in parameters.values():
         var.set(tc.randn(var.shape) * 0.1)
     data = task.prepare(split, lambda _: None).train
+    # Three examples in two rows: fewer than 160 tokens and 20 bounds.
     rows = [split.train.examples[:2], split.train.examples[2:3]]
 
     def result(padding_multiple: int = 1, least_bounds: int = 0) -> tuple[float, dict[str, Any]]:
@@ -263,6 +266,8 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
 def test_steps_can_be_recorded_unless_rotary_angles_depend_on_lengths(
     monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any] | None, repeats: bool
 ) -> None:
+    """`repeats`: whether a CUDA graph of one step can be replayed for other texts."""
+    # `settings` has the fields of the model's `config.json`.
     monkeypatch.setattr(CausalLM, "settings", {"rope_scaling": scaling})
     assert CausalLM(GOLDEN, None, "cpu").repeats is repeats
 
@@ -330,10 +335,12 @@ def test_a_resumed_run_on_a_quantized_base_ends_bit_for_bit_like_an_uninterrupte
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
+        # The tiny Llama has 256 positions.
         ({"sequence_length": 300}, ConfigError, "made for 256 positions"),
         ({"flip": True}, ConfigError, "--flip: has no effect on the model `causal-lm`"),
         ({"target_modules": ["query"]}, ConfigError, "`query` is not a layer"),
         ({"format": "kohya"}, ConfigError, "--format kohya cannot represent the layers"),
+        # The first 8 tokens of each example belong to the question.
         ({"sequence_length": 8}, DatasetError, "no token would be learnt"),
         ({"sample_prompts": ["x" * 300]}, ConfigError, "made for 256 positions"),
     ],
@@ -357,7 +364,7 @@ def test_another_models_tokenizer_is_rejected(weights: Path, chats: Path, tmp_pa
     shutil.copytree(weights, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
-    vocabulary["n"] = 1000
+    vocabulary["n"] = 1000  # An id beyond the model's 320.
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DatasetError, match=r"token n \(1000\), and the model has 320 tokens"):
         train(config_of(folder, chats, tmp_path / "run"))

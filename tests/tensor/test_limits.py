@@ -11,6 +11,9 @@ HUGE = 10**13
 """The elements of an f32 tensor of 40 TB."""
 
 
+# A result or an `expand`ed operand has at least 2**41 elements of at least 4 bytes, or (of `==`, in
+# u8) 2**46 elements. `expand` checks the size of its view, although a view takes no memory, so the
+# cases with an `expand`ed operand raise the error there.
 @pytest.mark.parametrize(
     "make",
     [
@@ -139,6 +142,7 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
         lambda: functional.modulated_layer_norm(x, x, x, eps=eps),
         lambda: functional.rms_norm(x, 4, eps=eps),
         lambda: functional.group_norm(x, 2, eps=eps),
+        # The arguments after `x` are the weight, the cosines and the sines.
         lambda: functional.rms_norm_rope(x, None, tc.ones(2, 2), tc.ones(2, 2), eps=eps),
     ):
         with pytest.raises(tc.ArgumentError, match=r"_norm(_rope)?: eps is .*expected a number"):
@@ -162,7 +166,8 @@ def test_an_empty_tensor_of_any_shape_has_a_repr() -> None:
 
 
 def test_a_layer_may_have_no_output_features() -> None:
-    layer = tc.nn.LoRALinear(tc.zeros(0, 4), 2, 1)
+    base_weight, rank, alpha = tc.zeros(0, 4), 2, 1
+    layer = tc.nn.LoRALinear(base_weight, rank, alpha)
     assert layer(tc.zeros(3, 4)).shape == (3, 0)
 
 

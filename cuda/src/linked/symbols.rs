@@ -1,5 +1,5 @@
 //! The functions of the driver and the CUDA libraries that candle and this crate call. This module defines each of them as a jump to the
-//! address in the function's slot.
+//! address in the function's slot. So the program needs no libraries to link to: `library.rs` loads them and fills the slots.
 //!
 //! A function that candle or this crate calls, but that is missing in the lists below, becomes an undefined symbol of the extension. The
 //! check of the wheel rejects such symbols.

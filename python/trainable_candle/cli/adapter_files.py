@@ -72,6 +72,7 @@ def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
     """Return the values of `--scale`, one for each of `count` adapters; 1.0 without `--scale`.
 
     The effect of an adapter is multiplied by its scale. A single `--scale` is for all adapters.
+    `given` has the values of the given flags by name.
 
     Raises:
         ConfigError: the number of scales is neither 1 nor `count`.

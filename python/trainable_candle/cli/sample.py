@@ -87,12 +87,13 @@ def _draw(given: Mapping[str, Any]) -> None:
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task: LatentTask = load_model(given, placement.device, placement.precision)  # type: ignore[assignment]
     count = given.get("count", 1)
+    # A prompt may have options of its own, such as a size. All images stay in memory for the grid.
     for prompt_options in {prompt.options for prompt in prompts}:
         task.require_room(len(prompts) * count, prompt_options)
     print(placement, flush=True)
     drawn = task.draw_prompts([prompt for prompt in prompts for _ in range(count)])
     images = plot.padded([image for image, _ in drawn])
-    scale = plot.visible_scale(images)
+    scale = plot.visible_scale(images)  # Enlarges tiny images.
     output.parent.mkdir(parents=True, exist_ok=True)
     grid = plot.image_grid(images, columns=given.get("columns"), scale=scale)
     plot.save_png(grid, output, "\n\n".join(text for _, text in drawn))

@@ -5,7 +5,7 @@ use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{AdamConfig, AdamW, KINDS, Optimizer, OptimizerKind, SGD, SGDConfig, Value};
 
-/// The numbers of elements of the variables. 8-bit optimizers quantize the states of the two large variables.
+/// The numbers of elements of the variables. 8-bit optimizers quantize only the states of the two large variables.
 const SIZES: [usize; 4] = [5000, 3, 0, 20_000];
 
 /// `len` irregular numbers from -1 to 1 that depend on `seed`, in bf16.
@@ -165,12 +165,14 @@ fn adamw_with_stochastic_rounding_follows_f32_on_average() -> Result<()> {
         Ok(1.0 - values.iter().map(|&value| f64::from(value)).sum::<f64>() / COUNT as f64)
     };
     let (expected, found) = (mean_decrease(DType::F32, false)?, mean_decrease(DType::BF16, true)?);
-    // The first term bounds the effect of rounding the parameters, as in the test above, where bf16 numbers are 2⁻⁸
-    // apart. The second term bounds the effect of rounding the states, which changes single steps, but hardly their
-    // mean: in each step, the second moment is multiplied by 0.999, and rounding adds an error with a relative standard
-    // deviation of at most 2⁻⁷ / 2. After 200 steps, the relative standard deviation of the second moment is at most
-    // σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) = 5.0%. This raises the mean of the second moment's inverse square root by the
-    // fraction 3 / 8 · σ², which is less than 0.1%.
+    // The first term bounds the effect of rounding the parameters, as in the test above: between 0.5 and 1, bf16
+    // numbers are 2⁻⁸ apart, and 2⁻⁹ is half of this distance.
+    // The second term bounds the effect of rounding the states. An update is the first moment times the inverse square
+    // root of the second moment. Errors of the first moment have the mean 0, so they do not change the mean update.
+    // Errors of the second moment do: in each step, it is multiplied by 0.999, and rounding adds an error with a
+    // relative standard deviation of at most 2⁻⁷ / 2. After 200 steps, the sum of these errors has a relative standard
+    // deviation of at most σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) = 5.0%, with k from 0 to 199. It raises the mean of the inverse
+    // square root by the fraction 3 / 8 · σ², which is less than 0.1%.
     let bound = 6.0 * 2f64.powi(-9) * (STEPS as f64 / COUNT as f64).sqrt() + 0.001 * expected;
     assert!((found - expected).abs() < bound, "{found}, expected {expected} to within {bound}");
     assert!(expected > 10.0 * bound, "the bound {bound} is not small compared with {expected}");
@@ -190,6 +192,7 @@ fn optimizers_and_dtypes_that_cannot_round_are_rejected() -> Result<()> {
         assert!(matches!(error, Error::Argument { .. }), "{error}");
         assert!(error.to_string().contains("such as AdamW"), "{error}");
     }
+    // The learning rate is 0.1, the weight decay 0. At least one variable must be bf16.
     let error = AdamW::new(f32_variables(), 0.1, 0.0)?.with_stochastic_rounding(0).err().unwrap();
     assert!(error.to_string().contains("such as f32; convert them to bf16"), "{error}");
     Ok(())

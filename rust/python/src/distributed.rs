@@ -1,4 +1,5 @@
-//! Sums over processes by NCCL, gradients as vectors, and streamed weights that processes share.
+//! Python bindings for training with several processes: sums by NCCL, gradients as vectors, and streamed weights that
+//! the processes share.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -104,6 +105,7 @@ impl NcclCommunicator {
     ///         called.
     fn all_reduce(&self, py: Python<'_>, tensor: &Tensor) -> Result<Tensor> {
         detached(py, || {
+            // NCCL writes the sum over its input, so the input is a copy.
             let sum = own_copy(tensor.0.raw())?;
             self.0.all_reduce(&[&sum])?;
             Ok(tc::Tensor::from_raw(&sum))
@@ -120,6 +122,7 @@ impl NcclCommunicator {
     ///         called.
     fn broadcast_(&self, py: Python<'_>, var: &Var, root: usize) -> Result<()> {
         detached(py, || {
+            // On all processes except `root`, NCCL overwrites this copy.
             let values = own_copy(var.0.as_tensor().raw())?;
             self.0.broadcast(&[&values], root)?;
             var.0.set(&tc::Tensor::from_raw(&values))
@@ -154,7 +157,8 @@ impl NcclCommunicator {
         detached(py, || {
             let gradients = tc::flat::all_gradients(&parameters.0)?;
             let tail = own_copy(tail.0.raw())?;
-            // Without `narrow`, the vectors share the gradients' storage, so `all_reduce` changes the gradients.
+            // Without `narrow`, the vectors share the gradients' storage, so `all_reduce` changes the gradients
+            // themselves. With `narrow`, the sums are copied back below.
             let sent = if narrow {
                 gradients.iter().map(|gradient| compute::cast(gradient, tc::DType::BF16)).collect::<tc::Result<_>>()?
             } else {

@@ -1,4 +1,4 @@
-//! Dtypes and their names.
+//! Dtypes in Python, and their names.
 
 use candle_core::DType as CoreDType;
 use pyo3::inspect::PyStaticExpr;
@@ -119,7 +119,7 @@ impl DType {
     }
 }
 
-/// A tuple that `__reduce__` returns: how `pickle` makes the object again.
+/// The tuple that `__reduce__` returns: a function and its arguments, with which `pickle` makes the object again.
 pub struct Reduced<'py>(pub Bound<'py, PyTuple>);
 
 impl<'py> IntoPyObject<'py> for Reduced<'py> {

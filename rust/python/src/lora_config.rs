@@ -73,6 +73,7 @@ use crate::peft_arguments;
 ///     ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
 ///     DTypeError: if the dtype is unknown.
 ///     TypeError: if an argument's name is unknown both here and in peft.
+// `subclass` only lets Python get as far as `__init_subclass__`, whose error says what to do instead.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct LoraConfig(pub adapter::LoraConfig);
 
@@ -176,6 +177,7 @@ impl LoraConfig {
     /// Raises:
     ///     ConfigError: if an entry is not a valid regular expression.
     fn select(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>) -> Result<BTreeMap<String, usize>> {
+        // A weight of four dimensions is that of a convolution.
         detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
     }
 

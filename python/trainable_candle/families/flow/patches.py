@@ -1,5 +1,8 @@
 """Packs latents into squares, turns them into tokens and back, and gives tokens their positions.
 
+A square of 2x2 latent pixels becomes one pixel of packed latents, with four times the channels; a
+token is a packed pixel. The positions are those of the rotary embeddings.
+
 In the shapes, B is the batch, C channels, H and W the height and the width of latents; h and w are
 those of packed latents.
 """
@@ -32,7 +35,8 @@ _SIDE: Final = 2
 def squares(latents: Tensor) -> Tensor:
     """Map (B, C, H, W) to (B, 4 * C, H / 2, W / 2): the 2x2 pixels of a square become channels.
 
-    The first four channels are the pixels of the first channel, row by row.
+    The first four channels of the result are the pixels that a square has in the first channel of
+    the latents, row by row.
     """
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
@@ -86,8 +90,8 @@ def positions(
 
     Returns:
         The image's positions (rows * columns, axes), each (0, row, column) or (0, row, column, 0),
-        and the text's positions (length, axes), f32. Without either flag, all tokens of the text
-        are at (0, 0, 0).
+        and the text's positions (length, axes), f32; `axes` is 3, or 4 with `has_text_axis`.
+        Without either flag, all tokens of the text are at (0, 0, 0).
     """
     axes = 4 if has_text_axis else 3
     image = np.zeros((rows, columns, axes), np.float32)

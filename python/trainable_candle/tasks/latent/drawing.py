@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.sampler import ConditionedModel
 
     Features = Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """A function that maps prompts to text features by name."""
 
 
 class DrawingDefaults(NamedTuple):
@@ -110,7 +111,8 @@ def draw(
     shape = (family.coder.channels, height // factor, width // factor)
     graphs = _graphs(family)
     steps, guidance = options.chosen(family.drawing_defaults)
-    # A model with distilled guidance is called once per step, without a negative prompt.
+    # A model with distilled guidance takes `guidance` as an input, one of `conditions`. It is
+    # called once per step, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
@@ -119,6 +121,7 @@ def draw(
         positive = features(batch)
         negative_prompt = options.negative_prompt or family.no_prompt
         negative = positive if scale == 1 else features([negative_prompt] * len(batch))
+        # Unless the model reads the two prompts in separate calls, one batch has both.
         if not family.reads_texts_apart:
             positive, negative = paired(positive, negative)
         frames = [Frame.whole(width, height)] * len(batch)
@@ -193,7 +196,8 @@ def _graphs(family: LatentModel) -> PassGraphs:
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
 
-    # If the prompt and the negative prompt are separate calls, their texts may differ in length.
+    # There is a graph for each shape of the inputs. If the prompt and the negative prompt are read
+    # in separate calls, their texts may differ in length.
     shapes = 2 if family.reads_texts_apart else 1
     return PassGraphs(predict, keep=shapes if family.device.startswith("cuda") else 0)
 
@@ -202,7 +206,7 @@ def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
     """Return `graphs` in the form that `Guided` calls, to draw a batch of `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # For one image, one time is enough, even if `x` has it twice, for both prompts.
+        # For one image, one time is enough, even if `x` has the image twice, for both prompts.
         entries = 1 if count == 1 else x.shape[0]
         times = tc.full((entries,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)

@@ -52,9 +52,9 @@ struct Axis<const K: usize> {
     strides: [usize; K],
 }
 
-/// The description of tensors that broadcast to `dims`, and the shape of a launch. A thread computes as many
-/// neighbouring elements of the largest dtype as one access can read, or one element if not all tensors allow wide
-/// accesses. The first tensor is the result and has the shape `dims`.
+/// The description of tensors that broadcast to `dims`, and the shape of a launch (grid and blocks). A thread computes
+/// as many neighbouring elements as one access can read of the largest dtype, or one element if not all tensors allow
+/// wide accesses. The first tensor is the result and has the shape `dims`; the others are operands.
 ///
 /// # Errors
 /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] remain after neighbours are merged, and as [`Shape::threads`].
@@ -95,10 +95,10 @@ pub fn strided<const K: usize>(
 fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
     let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
     for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {
-        // Broadcasting aligns the last dimensions. A tensor that lacks a dimension, or has size 1 there, repeats its
-        // values.
+        // Broadcasting aligns the last dimensions, so dimension `i` of `dims` may have a smaller index `dim` in a
+        // tensor. A tensor that lacks the dimension, or has size 1 there, repeats its values: the stride is 0.
         let strides = layouts.map(|layout| match (i + layout.dims().len()).checked_sub(dims.len()) {
-            Some(own) if layout.dims()[own] != 1 => layout.stride()[own],
+            Some(dim) if layout.dims()[dim] != 1 => layout.stride()[dim],
             _ => 0,
         });
         match axes.last_mut() {
@@ -115,7 +115,7 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
 }
 
 /// Whether a thread can access `width` neighbouring elements of each tensor at once. The elements must be contiguous
-/// and aligned. In the operands, one broadcast element may also take the place of all of them.
+/// and aligned. Instead, an operand may have one broadcast element (stride 0) for all `width` elements of the result.
 fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
     let Some((inner, outer)) = axes.split_last() else { return false };
     inner.size % width == 0

@@ -3,8 +3,8 @@
 //!
 //! `REGISTRY` lists the cases, which are compiled only with the feature `testing`. `tests/registry.rs` runs every case
 //! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused
-//! operations with their plain forms, and the results and gradients inside a checkpoint with those outside. A test
-//! fails if an operation has no case.
+//! operations with their plain forms (definitions in basic operations), and the results and gradients inside a
+//! checkpoint with those outside. A test fails if a differentiable operation has no case.
 
 pub mod activation;
 pub mod arithmetic;

@@ -30,7 +30,7 @@ pub enum Purpose {
     Inputs,
     /// Draws of a forward pass and its backward pass, such as those of dropout; by the number of the batch.
     Pass,
-    /// The crop of an image, and whether it is mirrored; by the number of the sample.
+    /// Which of an image's crops and colours a sample gets, and whether it is mirrored; by the number of the sample.
     View,
     /// The positions of an image's crops; by image and crop.
     Crop,
@@ -38,9 +38,10 @@ pub enum Purpose {
     Caption,
     /// The order and the dropout of the tags of a caption; by image and variant.
     CaptionVariant,
-    /// The order of the items of a group; by group and epoch.
+    /// The order of the items (images, or examples of texts) of a group, from which batches are made; by group and
+    /// epoch.
     Items,
-    /// The order of the batches of groups; by epoch.
+    /// The order in which the groups' batches (of language models: the packed rows) take turns; by epoch.
     Order,
     /// The choice of the items for validation; the number is 0.
     Split,
@@ -115,7 +116,7 @@ impl State {
     /// The start of the stream for `purpose` and `number` in a run of `seed`.
     ///
     /// The stream's seed is the output of Philox, with the run's seed as its key, for a counter that no draw reaches:
-    /// counters of draws have 0 in the upper half.
+    /// counters of draws have 0 in the upper half (the last two words), this counter has the purpose and 1.
     pub fn of(seed: u64, purpose: Purpose, number: u64) -> Self {
         let [low, high, ..] = philox_at(seed, [number as u32, (number >> 32) as u32, purpose as u32, 1]);
         Self { seed: u64::from(high) << 32 | u64::from(low), offset: 0 }
@@ -160,6 +161,7 @@ mod tests {
     fn values_of_many_samples_have_the_moments_of_their_distribution_and_are_uncorrelated() {
         const COUNT: usize = 50_000;
         let samples: Vec<u64> = (0..COUNT as u64).collect();
+        // Two values for each sample, in a run of seed 3.
         let normals = normal_samples(3, Purpose::Noise, &samples, 2);
         // Six standard deviations of a mean of COUNT values with variance 1. For another variance, the bound is
         // multiplied by its square root. For a standard normal x, the variance of x² is 2, and that of x³ is 15. For u
@@ -190,6 +192,7 @@ mod tests {
 
     #[test]
     fn a_sample_draws_the_same_in_any_batch() {
+        // Five values for each of four samples, in a run of seed 9.
         let all = normal_samples(9, Purpose::Noise, &[4, 5, 6, 7], 5);
         assert_eq!(normal_samples(9, Purpose::Noise, &[6], 5), all[10..15]);
         assert_eq!(normal_samples(9, Purpose::Noise, &[7, 4], 5), [&all[15..], &all[..5]].concat());

@@ -1,4 +1,5 @@
-//! [`Unit`]: a collection of weights that are used together.
+//! [`Unit`]: the streamed weights of one block of a model. They are kept in host memory, or on the devices of a
+//! machine, and are copied together to the device that runs the block.
 
 use std::hash::Hasher;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -22,16 +23,16 @@ struct Contents {
     weights: Vec<Weak<Inner>>,
     /// The digest of the values that [`Unit::share`] was called with, in the order of the calls.
     digest: u64,
-    /// `Some` if this process does not keep the weights' values. The map says which elements of a joined weight each of
-    /// its parts has.
+    /// `Some` if this process does not keep the weights' values, because another process has them. [`Unit::cat`] joins
+    /// several weights to one; the map says where in the joined weight each of them, a part, begins.
     hollow: Option<Joined>,
     /// Tensors whose storage `hollow` names by its address, kept alive so that no other storage gets that address.
     keep_alive: Vec<Raw>,
 }
 
 impl Unit {
-    /// The unit with this number among the units of a ring, from 0. The number matters only if processes
-    /// [share](Self::share) units; by default it is 0.
+    /// The unit with this number, from 0, among the units of a [`Ring`](super::Ring), which copies one unit after the
+    /// other to the device. The number matters only if processes [share](Self::share) units; by default it is 0.
     pub fn new(number: usize) -> Self {
         Self(Arc::new(Mutex::new(Contents { number, ..Contents::default() })))
     }
@@ -63,6 +64,7 @@ impl Unit {
     pub fn share(&self, weight: Weight, sharing: &Sharing) -> Result<Weight> {
         let mut digest = FxHasher::default();
         digest.write_u64(self.contents().digest);
+        // `map` serves only to visit the tensors of a weight: its values or, if it is quantized, its codes and scales.
         weight.map(|raw| {
             with_bytes(raw, |bytes| digest.write(bytes))?;
             Ok(raw.clone())
@@ -87,14 +89,15 @@ impl Unit {
         self.contents().hollow.is_some()
     }
 
-    /// The packing of `weights`, weights of this unit that are not in a ring yet.
+    /// Where `weights` lie in the memory of the unit. They belong to this unit and are not in a ring yet.
     pub(super) fn packing(&self, weights: &[Streamed]) -> Result<Packing> {
         let weights = weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?;
         Packing::of(&weights, self.contents().hollow.as_ref())
     }
 
-    /// The tensors concatenated along their first dimension, and for each of them the part of the result that it
-    /// became.
+    /// The tensors concatenated along their first dimension (the joined weight), and for each of them the part of the
+    /// result that it became. Without values (`hollow`), this only makes tensors of the same shapes and remembers where
+    /// the parts begin.
     pub(super) fn cat(&self, tensors: &[&Tensor]) -> Result<(Tensor, Vec<Tensor>)> {
         let rows = tensors.iter().map(|tensor| tensor.dims()[0]).sum();
         let contents = &mut *self.contents();

@@ -14,6 +14,9 @@ pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 /// entries of modelspec 1.0.1. Files in the formats of diffusers and peft also have the entry [`CONFIGURATION`], from
 /// which diffusers and peft take the alphas. A file in diffusers' format has no configuration if its factors are
 /// already multiplied by the scale (`folds`).
+///
+/// `parts` has, for each part of the pipeline, its names in other tools, its adapters, and the adapted layers as they
+/// are written.
 pub(super) fn entries(
     format: AdapterFormat,
     folds: bool,
@@ -34,10 +37,14 @@ pub(super) fn entries(
     }
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
+        // The entries have one rank and one alpha for the whole file: those of the first layer with a rank. The rank in
+        // the settings is 0 only if the adapter was read from a file without low-rank factors. A new OFT adapter has
+        // the configuration's rank there, although OFT ignores it.
         let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
         let (rank, alpha) = match layer {
-            // LyCORIS reads the block size of OFT as the dimension.
+            // For OFT, LyCORIS takes the block size from the entry for the rank, and from the entry for alpha a limit
+            // of the rotation.
             Some(layer) if kind == "oft" => (layer.settings.oft_block_size, oft::NO_LIMIT),
             Some(layer) => (layer.settings.rank, alpha::of(layer)),
             None => (0, 1.0),

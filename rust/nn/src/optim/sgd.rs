@@ -48,7 +48,7 @@ impl SGD {
 registered!(
     SGDRule,
     "Stochastic gradient descent with momentum, as `torch.optim.SGD`.",
-    positional: 5,
+    positional: 5, // `lr` to `nesterov`, as in torch
     SGDConfig::default()
 );
 
@@ -63,7 +63,7 @@ impl Rule for SGDRule {
     const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
         prepare: "sgd",
         step: "sgd",
-        before: &[],
+        before: &[], // no kernels run before `step`
         step_8bit: None,
         settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| Settings {
             lr,
@@ -100,6 +100,7 @@ impl Rule for SGDRule {
     }
 }
 
+/// Updates the elements of a chunk with the widest SIMD instructions of the processor (`dispatch`).
 fn update<T: Real>(config: &SGDConfig, step: u64, chunk: Chunk<'_, T>) {
     dispatch(
         #[inline(always)]

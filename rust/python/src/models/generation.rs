@@ -1,4 +1,5 @@
-//! Generation of texts, and the cache of the texts' attention keys and values.
+//! The Python classes for generating texts with a language model: `Generation`, and `KVCache`, the attention keys and
+//! values of the texts' tokens.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

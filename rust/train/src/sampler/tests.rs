@@ -1,4 +1,5 @@
-//! Compares schedules, and runs of samplers in f32, with diffusers' schedulers in f64 (tests/golden/samplers).
+//! Compares schedules, and runs of samplers in f32, with diffusers' schedulers in f64. A file of tests/golden/samplers
+//! has diffusers' results; its metadata has the settings.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,7 @@ use trainable_candle_io::{TensorFile, load_tensors};
 use super::*;
 use crate::objective::NoiseScheduleConfig;
 
+/// A run of diffusers: the kind of its sampler, the number of its steps, and the settings of its scheduler.
 #[derive(Deserialize)]
 struct Run {
     kind: String,
@@ -61,8 +63,9 @@ fn schedules_equal_those_of_diffusers() {
 fn runs_of_samplers_equal_those_of_diffusers() {
     let golden = load_tensors(&file(), &Device::Cpu).unwrap();
     let runs: BTreeMap<String, Run> = metadata("runs");
-    let scale: f64 = metadata("scale");
+    let guidance_scale: f64 = metadata("scale");
     assert_eq!(runs.len(), 13);
+    // One condition for both images of the noise (2, 4, 2, 3).
     let [negative, positive] = ["negative", "positive"].map(|n| {
         let condition = golden[n].broadcast_as((2, 4, 1, 1)).unwrap();
         vec![condition]
@@ -71,6 +74,7 @@ fn runs_of_samplers_equal_those_of_diffusers() {
         let get = |what: &str| values(&golden[&format!("{name}.{what}")]);
         let kind: SamplerKind = run.kind.parse().unwrap();
         let karras = run.settings["use_karras_sigmas"].as_bool().unwrap_or(false);
+        // The two predictions of a step come from two calls of the model, or from one call with a batch of both.
         for batched in [false, true] {
             let mut sampler = kind.start(&schedule(&run.settings), run.steps, karras).unwrap();
             assert!(difference(sampler.timesteps(), &get("timesteps")) < 1e-12, "{name}: timesteps");
@@ -79,7 +83,7 @@ fn runs_of_samplers_equal_those_of_diffusers() {
                 |x: &Tensor, timestep, condition: &[Tensor]| toy(x, timestep, &condition[0]),
                 positive.clone(),
                 negative.clone(),
-                scale,
+                guidance_scale,
                 batched,
             )
             .unwrap();
@@ -144,6 +148,7 @@ fn invalid_steps_and_inputs_are_rejected() {
     let schedule = NoiseSchedule::sdxl().unwrap();
     for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
         assert!(kind.start(&schedule, 0, false).is_err());
+        // More steps than the schedule's 1000 timesteps.
         assert!(kind.start(&schedule, 1001, false).is_err());
     }
     let x = Tensor::zeros((1, 4), DType::F32, &Device::Cpu).unwrap();
@@ -151,6 +156,7 @@ fn invalid_steps_and_inputs_are_rejected() {
     sampler.step(&x, 0, &x).unwrap();
     let message = sampler.step(&x, 2, &x).unwrap_err().to_string();
     assert_eq!(message, "sampler: found step 2, expected step 1; steps go in order");
+    // The steps of the sampler are 0 to 3.
     assert!(sampler.step(&x, 4, &x).is_err());
     let wide = Tensor::zeros((1, 5), DType::F32, &Device::Cpu).unwrap();
     assert!(matches!(sampler.step(&wide, 1, &x), Err(Error::Shape { .. })));
