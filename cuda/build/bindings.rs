@@ -36,7 +36,9 @@ const TYPES: [(&str, &str, &str); 14] = [
 
 /// A kernel and its variants for dtypes.
 struct Kernel<'a> {
+    /// The name without dtypes.
     name: &'a str,
+    /// The dtypes in the name of each variant, and the variant's signature.
     variants: Vec<(Vec<&'a str>, &'a Signature)>,
     /// Names and Rust types of the fields of the structure of arguments: one field per parameter.
     fields: Vec<(&'a str, String)>,
@@ -91,6 +93,7 @@ fn stem(full: &str) -> (&str, Vec<&str>) {
     (name, dtypes)
 }
 
+/// A parameter's name, and the Rust type of its field in the structure of arguments.
 fn field<'a>(kernel: &str, parameter: &'a Parameter) -> Result<(&'a str, String), String> {
     let Parameter { name, class, pointer } = parameter;
     let structure = LAYOUTS.iter().find(|layout| layout.name == class);
@@ -114,17 +117,19 @@ fn in_rust(name: &str) -> &str {
     if parameters.starts_with(|c: char| c.is_ascii_digit()) { name } else { base }
 }
 
+/// The name of a structure of arguments: `AddOne` for the kernel `add_one`.
 fn camel(name: &str) -> String {
     let word = |word: &str| word[..1].to_uppercase() + &word[1..];
     name.split('_').filter(|part| !part.is_empty()).map(word).collect()
 }
 
+/// Writes the name of a kernel's arguments as an alias of the structure of `other`, a kernel with the same arguments.
 fn alias(code: &mut String, kernel: &Kernel<'_>, other: &Kernel<'_>) {
     let (class, target) = (camel(kernel.name), camel(other.name));
     let _ = writeln!(code, "/// The arguments of `{}`.\npub type {class} = {target};", kernel.name);
 }
 
-/// The structure of a kernel's arguments. All kernels with the same arguments share it.
+/// Writes the structure of a kernel's arguments. All kernels with the same arguments share it.
 fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     let class = camel(kernel.name);
     let _ =
@@ -135,6 +140,7 @@ fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     let all = kernels.iter().filter(|other| other.fields == kernel.fields);
     let all: Vec<String> = all.map(|other| format!("&{}", other.name.to_uppercase())).collect();
     let is_pointer = |class: &str| class == "Const" || class == "Mut";
+    // In the generated code, the function `place` returns the address of an argument.
     let place = |(name, class): &(&str, String)| match is_pointer(class) {
         true => format!("place(&self.{name}.address)"),
         false => format!("place(&self.{name})"),
@@ -158,6 +164,7 @@ fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     );
 }
 
+/// Writes the static variable of a kernel, with the dtypes and the pointers of its variants.
 fn constant(code: &mut String, kernel: &Kernel<'_>) {
     let (name, constant, class) = (kernel.name, kernel.name.to_uppercase(), camel(kernel.name));
     let _ =
@@ -171,11 +178,13 @@ fn constant(code: &mut String, kernel: &Kernel<'_>) {
     code.push_str("]);\n");
 }
 
+/// The variant of `Element` for a pointer: `Any` if it points to structures.
 fn element(pointer: &Parameter) -> &'static str {
     TYPES.iter().find(|(cuda, ..)| *cuda == pointer.class).map_or("Any", |(.., element)| element)
 }
 
-/// A file that includes `kernels/<name>.cu` and asserts that its structures have the host's memory layout.
+/// A CUDA file that includes `kernels/<name>.cu` and asserts that those of `structures` that the host fills have the same memory layout in
+/// Rust.
 pub fn unit(name: &str, structures: &[&str]) -> String {
     let mut code = format!("#include <cstddef>\n#include \"kernels/{name}.cu\"\n");
     for layout in LAYOUTS {
@@ -202,6 +211,7 @@ mod tests {
     use super::*;
     use crate::signature::parse;
 
+    /// A file with kernels that have these heads: name and parameters.
     fn source(heads: &[&str]) -> Source {
         let head = |head: &&str| parse(&format!("__attribute__((global)) void {head}")).expect("a signature");
         Source { name: "file".to_owned(), signatures: heads.iter().map(head).collect() }
@@ -257,6 +267,7 @@ mod tests {
         ] {
             assert!(code.contains(part), "{part} is not in {code}");
         }
+        // A structure that the host fills, but not for this file.
         assert!(!code.contains("Settings"), "{code}");
     }
 }

@@ -29,8 +29,9 @@ impl Ring {
         RINGS.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 
-    /// Copy `size` bytes, in parts of at most `PIECE` bytes. In iteration `number`, the host copies part `number` -
-    /// `PIECES` out of its piece. Then the host queues the copy of part `number` from the GPU to the same piece.
+    /// Copy `size` bytes, in parts of at most `PIECE` bytes; part N goes through the piece with the index N % `PIECES`. In iteration
+    /// `number`, the host copies part `number` - `PIECES` out of its piece. Then the host queues the copy of part `number` from the GPU to
+    /// the same piece.
     ///
     /// # Safety
     /// The conditions of [`download`].
@@ -55,6 +56,7 @@ impl Ring {
                 check(unsafe {
                     driver::cuMemcpyDtoHAsync_v2(piece.host().cast(), from + start as u64, length, stream)
                 })?;
+                // The next `piece.wait` waits for this copy.
                 piece.queued(stream)?;
             }
         }

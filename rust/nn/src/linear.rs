@@ -104,6 +104,7 @@ impl<T: Parameter> Linear<T> {
 
     /// Return the size of the input's last dimension.
     pub fn in_features(&self) -> usize {
+        // 0 if the weight is no matrix, which `from_weight` does not check.
         T::weight(&self.weight).dims().get(1).copied().unwrap_or(0)
     }
 

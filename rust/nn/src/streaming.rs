@@ -1,11 +1,11 @@
-//! [`Streaming`]: which weights of a model are streamed. Streamed weights are kept in the memory of the host, or in
-//! slices on the devices of a machine, and copied to the device before each use. They are chosen before the model is
-//! built.
+//! [`Streaming`]: which weights of a model are streamed. Streamed weights are kept in the memory of the host, or split
+//! into slices, one on each device of a machine. Before each use, they are copied to the device that computes. They are
+//! chosen before the model is built.
 //!
 //! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the
 //! device, and copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while
 //! they run, and one for the weights that compute the modulation of a block before the block runs. A block's unit in a
-//! ring is its [`Turn`].
+//! ring is its [`Turn`]. (Modulation: the shifts, scales and gates that a block gets from the timestep.)
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -70,11 +70,13 @@ impl Units {
 /// [`streaming`](trainable_candle_core::streaming).
 pub struct Streaming {
     device: Device,
+    /// Says which layers are in blocks, and which of them compute the modulation. A linear layer in a block can be
+    /// streamed if it can be quantized.
     layers: Quantizable,
     /// The units of the weights that blocks use while they run, without those for the modulation.
-    runs: Units,
+    block_units: Units,
     /// The units of the weights that compute the modulation of a block, before the block runs.
-    asides: Units,
+    modulation_units: Units,
     /// The processes that load the model together with this process, if there are any.
     sharing: Option<Arc<Sharing>>,
 }
@@ -101,16 +103,17 @@ impl Streaming {
                 "the model has no separate layers for the modulation of blocks; stream whole blocks (stream_blocks)";
             return Err(Error::argument("stream_modulation", message));
         }
-        // The quotient index · count / most, rounded down, rises from 0 to `count` in steps of 1, spread evenly.
+        // The quotient index · count / most, rounded down, rises from 0 to `count` in steps of 1, spread evenly. A
+        // block is streamed if the quotient rises from its index to the next.
         let is_streamed = |index: usize| (index + 1) * count / most > index * count / most;
         let chosen = |all_blocks: bool| {
             let numbered = names.iter().enumerate();
             numbered.filter(move |(index, _)| all_blocks || is_streamed(*index)).map(|(_, name)| name.clone())
         };
-        let asides =
+        let modulation_units =
             if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
-        let sharing = Sharing::current();
-        Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides, sharing })
+        let block_units = Units::new(chosen(false));
+        Ok(Self { device: device.clone(), layers, block_units, modulation_units, sharing: Sharing::current() })
     }
 
     /// The number of blocks of a model that can be streamed.
@@ -124,7 +127,7 @@ impl Streaming {
         if !self.layers.has(layer) {
             return None;
         }
-        let units = if self.layers.is_modulation(layer) { &self.asides } else { &self.runs };
+        let units = if self.layers.is_modulation(layer) { &self.modulation_units } else { &self.block_units };
         let prefixes = layer.match_indices('.').map(|(end, _)| &layer[..end]);
         prefixes.filter_map(|prefix| units.blocks.get(prefix)).next().map(|unit| (units, *unit))
     }
@@ -146,11 +149,12 @@ impl Streaming {
     /// The sizes of the streamed weights and of the slots. `layers` yields the name of each layer and the bytes of its
     /// weight.
     pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
-        // For each ring, the bytes of each unit. Ring 0 has the units in `runs`, ring 1 those in `asides`.
-        let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
+        // For each ring, the bytes of each unit. Ring 0 has the units in `block_units`, ring 1 those in
+        // `modulation_units`.
+        let mut sizes = [vec![0; self.block_units.units.len()], vec![0; self.modulation_units.units.len()]];
         for (layer, bytes) in layers {
             if let Some((units, unit)) = self.place(layer) {
-                let ring = usize::from(std::ptr::eq(units, &raw const self.asides));
+                let ring = usize::from(std::ptr::eq(units, &raw const self.modulation_units));
                 sizes[ring][unit] += bytes;
             }
         }
@@ -171,13 +175,13 @@ impl Streaming {
             [] => Ok(None),
             units => Ring::new(&self.device, units, self.sharing.as_deref()).map(Some),
         };
-        let (runs_ring, asides_ring) = (ring(&self.runs)?, ring(&self.asides)?);
+        let (block_ring, modulation_ring) = (ring(&self.block_units)?, ring(&self.modulation_units)?);
         model.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { name, state, count } = part {
                 let turns = |ring: &Option<Arc<Ring>>, units: &Units| {
                     ring.as_ref().map_or_else(HashMap::new, |ring| Turn::each(ring, units.of(&name, count)))
                 };
-                state.stream(turns(&runs_ring, &self.runs), turns(&asides_ring, &self.asides));
+                state.stream(turns(&block_ring, &self.block_units), turns(&modulation_ring, &self.modulation_units));
             }
             Ok(())
         }))

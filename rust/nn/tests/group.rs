@@ -20,7 +20,8 @@ impl Module for Projections {
     }
 }
 
-/// Three layers with the same random values in each call.
+/// Three layers with 8 input features and 6, 4 and 4 output features, with the same random values in each call. If
+/// `trainable`, their parameters are the tensors of variables.
 fn layers(trainable: bool) -> Vec<(&'static str, Linear<Tensor>)> {
     let _guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     rng::manual_seed(5);
@@ -61,7 +62,8 @@ fn input() -> Var {
     Var::from_tensor(&Tensor::from_vec(values, (5, 8), &Device::Cpu).unwrap()).unwrap()
 }
 
-/// The results of all layers, concatenated along the features, and whether one matrix product computed all of them.
+/// The results of a group's layers, concatenated along the features, and whether one matrix product computed all of
+/// them.
 fn joined(projected: Projected) -> (Tensor, bool) {
     match projected {
         Projected::Joined(all) => (all, true),
@@ -133,6 +135,7 @@ fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
 
 #[test]
 fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_equals_separate_layers() {
+    // Dropout counts too: it is applied to the input of its own layer, so the layers no longer share one input.
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {
@@ -146,6 +149,7 @@ fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_e
         rng::manual_seed(1);
         assert_close(&found, &apart.forward(&input()));
         drop(guard);
+        // With merged adapters, the weights of layers include the changes, and nothing is dropped.
         set.merge().unwrap();
         other_set.merge().unwrap();
         assert_close(&joined(group.0.forward(&input()).unwrap()).0, &apart.forward(&input()));
@@ -155,6 +159,7 @@ fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_e
 #[test]
 fn trainable_layers_run_layer_by_layer_and_stay_trainable() {
     assert!(!joined(group(true).0.forward(&input()).unwrap()).1);
+    // A weight and a bias for each layer.
     assert_eq!(group(true).named_vars().len(), 6);
 }
 

@@ -29,7 +29,7 @@
 //! let device = Device::Cpu;
 //! let fc1 = Linear::<Var>::new(784, 128, &device)?;
 //! let fc2 = Linear::<Var>::new(128, 10, &device)?;
-//! let mut opt = Adam::new([fc1.vars(), fc2.vars()].concat(), 1e-3)?;
+//! let mut opt = Adam::new([fc1.vars(), fc2.vars()].concat(), 1e-3)?; // learning rate
 //! let input = Tensor::randn(0.0, 1.0, (32, 784), DType::F32, &device)?;
 //! let target = Tensor::randn(0.0, 1.0, (32, 10), DType::F32, &device)?;
 //! let mut losses = Vec::new();
@@ -51,7 +51,7 @@
 //!
 //! let device = Device::Cpu;
 //! let base_weight = Tensor::randn(0.0, 0.02, (64, 128), DType::F32, &device)?; // (out, in), frozen
-//! let lora = LoRALinear::new(base_weight.clone(), 16, 16.0, &device)?;
+//! let lora = LoRALinear::new(base_weight.clone(), 16, 16.0, &device)?; // rank 16, alpha 16
 //! let mut opt = Adam8bit::new(lora.get_vars(), 1e-2, 0.01)?; // learning rate, weight decay
 //! let x = Tensor::randn(0.0, 1.0, (32, 128), DType::F32, &device)?;
 //! let target = Tensor::randn(0.0, 1.0, (32, 64), DType::F32, &device)?;
@@ -82,7 +82,8 @@
 //!
 //! let (lora_down, lora_up) = (Tensor::randn(0.0, 1.0, (2, 4), DType::F32, &device)?, Tensor::randn(0.0, 1.0, (8, 2), DType::F32, &device)?);
 //! let grad_output = Tensor::ones((3, 8), DType::F32, &device)?;
-//! let (grad_down, grad_up) = LoRABackwardOps::backward(&grad_output, &x, &lora_down, &lora_up, 0.5)?;
+//! let scale = 0.5; // alpha / rank
+//! let (grad_down, grad_up) = LoRABackwardOps::backward(&grad_output, &x, &lora_down, &lora_up, scale)?;
 //! assert_eq!((grad_down.dims(), grad_up.dims()), (lora_down.dims(), lora_up.dims()));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -74,18 +74,21 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
 ) -> Vec<A> {
     let tile = inner.clamp(1, TILE);
     let tiles = inner.div_ceil(tile);
-    // The rows of a block, and the number of blocks for each outer index. At least 32 rows, so that the results of the
-    // blocks are far fewer than the elements; at most 4096, which bounds the error of the sum of a block.
+    // The rows of a block, and the number of blocks for each outer index. One tile of a block has about GRAIN elements,
+    // enough work for a thread. But a block has at least 32 rows, so that the results of the blocks are far fewer than
+    // the elements, and at most 4096, which bounds the error of the sum of a block.
     let rows = (GRAIN / tile).clamp(32, 4096);
     let blocks = n.div_ceil(rows);
     if n == 0 {
         return vec![F::start(); outer * inner];
     }
+    // The results of the blocks, of the shape (outer, blocks, inner).
     let mut partial = vec![F::start(); outer * blocks * inner];
     let shared = SharedMut::new(&mut partial);
     let work_per_task = tile * rows.min(n);
     par_ranges(outer * blocks * tiles, (GRAIN / work_per_task).max(1), |tasks| {
         for task in tasks {
+            // Each task folds one tile of columns of one block. `block` counts the blocks of all outer indices.
             let (block, column) = (task / tiles, task % tiles * tile);
             let width = tile.min(inner - column);
             let (outer_index, row) = (block / blocks, block % blocks * rows);
@@ -122,6 +125,7 @@ fn fold_row<T: Copy, A: Real, F: Fold>(x: &[T], load: impl Fn(T) -> A + Copy) ->
             for (lane, &x) in lanes.iter_mut().zip(rest) {
                 *lane = F::join(*lane, load(x));
             }
+            // Fold the upper half of the running results into the lower half until one is left.
             let mut width = LANES / 2;
             while width > 0 {
                 for i in 0..width {

@@ -30,6 +30,7 @@ pub(super) fn allocate<T: DeviceRepr>(
     })
 }
 
+/// The error for a tensor of shape `dims` that needs `bytes` bytes. Its message also says what the memory is used for.
 #[cold]
 fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> Error {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
@@ -124,6 +125,7 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
     let context = gpu.stream().context();
+    // Frees the shards of streamed weights that no process maps any more.
     peers::sweep();
     context.bind_to_thread().map_err(|error| driver_error(OP, error))?;
     memory::trim(context.cu_device()).map_err(|status| status_error(OP, status))
@@ -139,5 +141,6 @@ pub fn synchronize(device: &Device) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
     gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
+    // Kernels write an id that is out of range to the board.
     gpu.board().check()
 }

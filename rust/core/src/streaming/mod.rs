@@ -1,5 +1,5 @@
-//! Frozen weights that are kept in the memory of the host, or in slices on the devices of a machine. Before a weight is
-//! used, it is copied to the device that uses it.
+//! Frozen weights that are kept in the memory of the host, or split into slices, one on each device of a machine.
+//! Before a weight is used, it is copied to the device that uses it.
 //!
 //! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
 //! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit
@@ -30,6 +30,7 @@ use crate::quantized::Weight;
 use crate::raw::Raw;
 use crate::{Error, Quantized, Result, Tensor, WeightRef};
 
+/// The setting that error messages name.
 const OP: &str = "stream_blocks";
 
 /// A frozen weight of a [`Unit`]. Cloning is cheap.
@@ -74,8 +75,8 @@ impl Streamed {
     }
 
     /// Joins weights along their rows. Returns one weight that has the rows of all `weights`, in their order, and for
-    /// each of `weights` a weight of its rows alone. `None` if the units or the dtypes of `weights` differ, or if some
-    /// of `weights` are quantized and some are not.
+    /// each of `weights` a weight of its rows alone, which replaces it. `None` if the units or the dtypes of `weights`
+    /// differ, or if some of `weights` are quantized and some are not.
     ///
     /// # Errors
     /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
@@ -209,6 +210,7 @@ mod tests {
 
     const SIDE: usize = 64;
 
+    /// A matrix of whole numbers from -15 to 15, other ones for each seed. Also used as the input of layers.
     fn weight(seed: usize) -> Tensor {
         let values: Vec<f32> = (0..SIDE * SIDE).map(|i| ((i * 7 + seed * 13) % 31) as f32 - 15.0).collect();
         Tensor::from_vec(values, (SIDE, SIDE), &Device::Cpu).unwrap()
@@ -218,7 +220,8 @@ mod tests {
         tensor.to_vec().unwrap()
     }
 
-    /// A ring of `count` units, each with a plain weight and a quantized one.
+    /// A ring of `count` units, each with a plain weight and a quantized one. The values of unit `i` come from the
+    /// seeds `i` and `i + 100`.
     fn ring(count: usize) -> (Arc<Ring>, Vec<[Streamed; 2]>) {
         let units: Vec<Unit> = (0..count).map(|_| Unit::default()).collect();
         let of = |(seed, unit): (usize, &Unit)| {
@@ -236,6 +239,7 @@ mod tests {
         let x = weight(50);
         let run = |weight: &Streamed| linear(&x, WeightRef::Streamed(weight), None);
         assert!(run(&weights[0][0]).unwrap_err().to_string().contains("outside of the run"));
+        // In order and back, as in forward and backward passes, and two jumps.
         for unit in [0, 1, 2, 3, 4, 4, 3, 2, 0, 4] {
             ring.enter(unit).unwrap();
             for (index, [plain, codes]) in weights.iter().enumerate() {
@@ -338,6 +342,7 @@ mod tests {
                 let expected = Quantized::new(&weight(10 * unit + 2), Format::Nf4).unwrap();
                 assert_eq!(run(codes), values(&linear(&x, &expected, None).unwrap()));
             }
+            // The first part of the joined weight of unit 2.
             assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
             ring.unit_bytes()
         });
@@ -368,8 +373,10 @@ mod tests {
 
     #[test]
     fn a_process_alone_on_its_machine_is_an_error_there_and_elsewhere() {
+        // In this exchange, there is only one process.
         let alone = Sharing::new(0, Origin::Peers, Box::new(|message: &[u8]| Ok(vec![message.to_vec()])));
         assert!(alone.err().unwrap().to_string().contains("rank 0 has no other process on its machine"));
+        // Each message identifies a machine: ranks 0 and 1 are on one machine, rank 2 is alone on another.
         let elsewhere = |message: &[u8]| Ok(vec![message.to_vec(), message.to_vec(), b"elsewhere".to_vec()]);
         let error = Sharing::new(0, Origin::Peers, Box::new(elsewhere)).err().unwrap().to_string();
         assert!(error.contains("rank 2 has no other process on its machine"), "{error}");
@@ -379,6 +386,7 @@ mod tests {
     fn an_error_of_one_process_is_an_error_in_all_processes() {
         let found = run_processes(2, |rank, exchange| {
             let sharing = Sharing::new(rank, Origin::Host, exchange).unwrap();
+            // Every process would use the shared memory (1 byte, which nothing fills), but rank 1 fails to.
             let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
             sharing.pages(1, |_| Ok(()), used).unwrap_err().to_string()
         });

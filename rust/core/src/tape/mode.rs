@@ -1,4 +1,5 @@
-//! The modes of a thread: whether operations are put on the tape, and whether a checkpoint records or repeats them.
+//! The modes of a thread: whether its operations are put on the tape, and whether it runs the function of a checkpoint,
+//! whose operations the checkpoint either records (first run) or recomputes (backward pass).
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -16,7 +17,8 @@ impl Flags {
         self.0 & NO_GRAD == 0
     }
 
-    /// Whether the thread runs the function of a checkpoint, which records the operations or repeats them.
+    /// Whether the thread runs the function of a checkpoint, in the run that records the operations or in the run that
+    /// recomputes them.
     pub(crate) const fn recording(self) -> bool {
         self.0 & RECORDING != 0
     }
@@ -35,7 +37,7 @@ pub(crate) fn set_recording(on: bool) {
     MODE.set(if on { MODE.get() | RECORDING } else { MODE.get() & !RECORDING });
 }
 
-/// Whether operations of this thread are recorded for a backward pass.
+/// Whether operations of this thread are put on the tape, for a backward pass.
 pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }

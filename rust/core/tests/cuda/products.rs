@@ -69,6 +69,7 @@ fn convolutions_equal_the_cpu() {
     let padded = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let halved = Conv2dOptions { stride: [2, 2], ..padded };
     let wide = Conv2dOptions { padding: [4, 2], dilation: [2, 1], ..padded };
+    // Images (batch, height, width, in_channels), weights (out_channels, kernel height, kernel width, in_channels).
     let cases = [
         ([1, 32, 32, 320], [640, 3, 3, 320], padded),
         ([2, 16, 16, 64], [96, 3, 3, 64], padded),
@@ -84,6 +85,7 @@ fn convolutions_equal_the_cpu() {
         ([1, 24, 24, 192], [16, 3, 3, 192], padded),
     ];
     for (image, weight, options) in cases {
+        // Without f32, the first entry.
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = [
                 random(&image, 1.0, *dtype),
@@ -106,6 +108,7 @@ fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
     let device = gpu().unwrap();
     let padded = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let halved = Conv2dOptions { stride: [2, 2], ..Conv2dOptions::default() };
+    // Image, weight, options, and the standard deviation of image and bias.
     let cases = [
         ([1, 64, 64, 128], [128, 3, 3, 128], padded, 1.0),
         ([1, 40, 24, 512], [512, 3, 3, 512], padded, 1e3),
@@ -118,11 +121,11 @@ fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
         ([1, 24, 24, 24], [3, 3, 3, 24], padded, 1.0),
         ([1, 9, 9, 8], [8, 1, 1, 8], Conv2dOptions::default(), 1.0),
     ];
-    for (image, weight, options, size) in cases {
+    for (image, weight, options, deviation) in cases {
         let inputs = [
-            random(&image, size, DType::F32),
+            random(&image, deviation, DType::F32),
             random(&weight, 1.0 / ((weight[1] * weight[2] * weight[3]) as f64).sqrt(), DType::F32),
-            random(&weight[..1], size, DType::F32),
+            random(&weight[..1], deviation, DType::F32),
         ];
         // Without and with the bias.
         for count in [2, 3] {
@@ -163,6 +166,7 @@ fn linear_layers_with_biases_equal_the_cpu() {
 fn groups_of_linear_layers_equal_the_cpu() {
     let device = gpu().unwrap();
     const RANK: usize = 16;
+    // `sizes` has the output features of each layer; `adapted` says which layers have a LoRA.
     for (rows, inner, sizes, adapted) in [
         (1024, 640, vec![640; 3], vec![true; 3]),
         (77, 2048, vec![640; 2], vec![true; 2]),
@@ -186,6 +190,7 @@ fn groups_of_linear_layers_equal_the_cpu() {
                 }
             }
             let function = |x: &[Tensor]| {
+                // A frozen tensor of the layers, in the dtype and on the device of the inputs.
                 let base = |tensor: &Tensor| tensor.to_dtype(x[0].dtype())?.to_device(x[0].device());
                 let mut factors = x[1..].chunks_exact(2);
                 let low_rank: Vec<Option<LowRank>> = adapted
@@ -236,10 +241,12 @@ fn products_written_in_one_call_equal_those_of_the_cpu() {
     let device = gpu().unwrap();
     for (dtype, tolerance) in TOLERANCE {
         let (x, a) = (random(&[40, 24], 1.0, dtype), random(&[7, 8, 24], 0.2, dtype));
+        // `picks` are three of the seven matrices in `a`. Their products x · aᵀ, (40, 8) each, are the columns of the
+        // result (40, 24). Along rows, the products a · xᵀ, (8, 40) each, are the rows of the result (24, 40).
         for picks in [[0, 1, 2], [0, 2, 4], [4, 2, 0], [0, 1, 5]] {
             let run = |device: &Device, dtype: DType, along_rows: bool, accumulate: bool| {
-                let place = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(device).unwrap().raw().clone();
-                let (x, a) = (place(&x), place(&a));
+                let copy = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(device).unwrap().raw().clone();
+                let (x, a) = (copy(&x), copy(&a));
                 let result = Tensor::ones((40, 24), dtype, device).unwrap();
                 let result = if along_rows { result.reshape((24, 40)).unwrap() } else { result };
                 let terms: Vec<_> = picks
@@ -252,6 +259,7 @@ fn products_written_in_one_call_equal_those_of_the_cpu() {
                     })
                     .collect();
                 let terms: Vec<_> = terms.iter().map(|term| term.each_ref()).collect();
+                // Write half of each product over the ones in `result`, or add it to them if `accumulate`.
                 compute::write_products(&terms, 0.5, accumulate).unwrap();
                 to_f64_vec(result.raw()).unwrap()
             };
@@ -289,6 +297,7 @@ fn low_rank_products_equal_the_cpu() {
                 random(&[rank, inner], deviation(inner), dtype),
                 random(&[outer, rank], deviation(rank), dtype),
             ];
+            // A frozen tensor, in the dtype and on the device of x.
             let base = |x: &Tensor, tensor: &Tensor| tensor.to_dtype(x.dtype())?.to_device(x.device());
             let lora = |x: &[Tensor]| {
                 let weight = base(&x[0], &weight)?;
@@ -302,6 +311,7 @@ fn low_rank_products_equal_the_cpu() {
                 let weights = LoraWeights { weight: (&weight).into(), bias: None, down: &x[1], up: &x[2], scale: 0.5 };
                 dora_linear(&x[0], weights, &magnitude)
             };
+            // Here `x` has the factors alone.
             let of_frozen = |x: &[Tensor]| lora(&[base(&x[0], &inputs[0])?, x[0].clone(), x[1].clone()]);
             let what = format!("{} {rows} x {inner} to {outer}, rank {rank}", dtype.as_str());
             compare(&format!("LoRA {what}"), &lora, &inputs, &device, tolerance);

@@ -34,7 +34,7 @@ use trainable_candle_nn::adapter::OftSide;
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
-/// The function name in error messages.
+/// The function that error messages name, here and in the modules that write files.
 const OP: &str = "save_adapter";
 
 /// The tool whose names an adapter file uses.
@@ -43,15 +43,17 @@ pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
     /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` also reads diffusers' names of the part, the
-    /// factors are already multiplied by the scale.
+    /// factors are already multiplied by the scale: diffusers reads a scale from the metadata, `ComfyUI` from tensors,
+    /// and both compute the same only if the scale that is left is 1.
     Diffusers,
     /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. A path that does not end in
     /// `.safetensors` is a folder, which gets the files `adapter_model.safetensors` and `adapter_config.json`.
     /// `PeftModel.from_pretrained` loads such a folder.
     Peft,
-    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). Some
-    /// layers are one matrix in the original checkpoint. If their adapters cannot be joined to one module, the file
-    /// uses diffusers' names for these layers, provided that `ComfyUI` reads diffusers' names of the part.
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). The
+    /// weights of several layers (such as q, k and v) can be one matrix in the original checkpoint. If the adapters of
+    /// such layers cannot be joined to one module, the file uses diffusers' names for these layers, provided that
+    /// `ComfyUI` reads diffusers' names of the part.
     ComfyUi,
 }
 

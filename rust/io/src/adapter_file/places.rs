@@ -1,4 +1,5 @@
-//! The layers that the modules of a file belong to.
+//! The layers that the modules of an adapter file belong to. A module is the tensors whose keys start with the same
+//! name: the adapter of one layer, or of several layers whose weights are one matrix in the original checkpoint.
 
 use std::collections::HashMap;
 
@@ -7,7 +8,7 @@ use crate::form::{Form, Key};
 
 /// What a module's name in a file stands for.
 pub(super) struct Place<'a> {
-    /// The index of the part whose layers the module adapts.
+    /// The index of the part (a model of the pipeline) whose layers the module adapts.
     pub part: usize,
     /// The style of the name.
     pub style: Style,
@@ -15,7 +16,8 @@ pub(super) struct Place<'a> {
     pub layers: Vec<(&'a str, Form)>,
 }
 
-/// A map from every name that a module of these layers may have in a file, in any style, to the name's [`Place`].
+/// A map from every name that a module may have in a file, in any style, to the name's [`Place`]. `parts` yields the
+/// names of each part and the part's layers.
 pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
     let mut places: HashMap<String, Place<'a>> = HashMap::new();
     for (part, (names, layers)) in parts.enumerate() {
@@ -23,7 +25,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
             for style in Style::ALL {
                 let Some(Key { key, form }) = names.place(layer, style) else { continue };
                 let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
-                // If two styles give the same name, the name belongs to the style that was found first.
+                // If two parts or styles give the same name, the name belongs to those that were found first.
                 if (place.part, place.style) == (part, style) {
                     place.layers.push((layer, form));
                 }

@@ -38,6 +38,7 @@ pub fn for_quotient<T>(
     apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<T>,
 ) -> tc::Result<T> {
     promoted(op, a, b, |a, b| {
+        // Here both operands have one dtype.
         if tc::raw::is_float(a.dtype()) {
             return apply(a, b);
         }
@@ -62,6 +63,7 @@ fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
 
 /// The wider of two dtypes, which must both be floating point or both integers. For f16 and bf16, it is f32.
 fn wider(a: DType, b: DType) -> DType {
+    // Ranks by width, to be compared within floating point or within integers. f16 and bf16 rank equally.
     let width = |dtype: DType| match dtype {
         DType::F64 | DType::I64 => 2,
         DType::F32 | DType::U32 => 1,

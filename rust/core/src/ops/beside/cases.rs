@@ -1,11 +1,12 @@
-//! Test cases of `activate_beside`.
+//! Test cases of `activate_beside`, which computes `[before | f(x[..., start:])]`: the columns of `before`, if given,
+//! and to the right of them an activation f of the columns of `x` from `start` on.
 
 use super::{Activation, GELU_TANH_BESIDE, SWIGLU_BESIDE, activate_beside};
 use crate::ops::activation::Gelu;
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form.
+/// The plain form: `activate_beside` in basic operations.
 fn plain(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
     let last = x.rank() - 1;
     let columns = x.narrow(last, start, x.dims()[last] - start)?;
@@ -20,6 +21,7 @@ fn plain(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activati
 }
 
 fn cases(activation: Activation) -> Vec<Case> {
+    // `shapes` has the shape of x and, if `before` is given, the shape of `before`.
     let case = |label, shapes: &[&[usize]], start| {
         Case::new(label, shapes, move |x| activate_beside(x.get(1), &x[0], start, activation))
             .plain(move |x| plain(x.get(1), &x[0], start, activation))

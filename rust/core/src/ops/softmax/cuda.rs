@@ -13,6 +13,7 @@ pub fn forward(op: &'static str, x: &Raw) -> Result<Raw> {
     if y.elem_count() > 0 {
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
         let (rows, len) = rows_of(x);
+        // The grid and the block of the launch.
         let shape = Shape::rows(rows, len, x.dtype());
         let (rows, len) = (rows as u64, count32(op, len)?);
         let arguments = SoftmaxForward { x: input(op, x)?, y: output(op, &y)?, rows, len };
@@ -30,6 +31,7 @@ pub fn backward(op: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
     if dx.elem_count() > 0 {
         let function = gpu.named(op, "_backward", suffix(op, y.dtype())?)?;
         let (rows, len) = rows_of(y);
+        // The grid and the block of the launch.
         let shape = Shape::rows(rows, len, y.dtype());
         let (rows, len) = (rows as u64, count32(op, len)?);
         let (y, grad) = (input(op, y)?, input(op, grad)?);
