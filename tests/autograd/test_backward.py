@@ -18,9 +18,9 @@ def test_the_gradient_of_a_square_is_twice_the_value():
 
 def test_gradients_accumulate_until_zero_grad():
     x = tc.Var([1.0, 2.0])
-    for passes in (1, 2, 3):
+    for count in (1, 2, 3):
         (x * 3).sum().backward()
-        assert x.grad.tolist() == [3 * passes, 3 * passes]
+        assert x.grad.tolist() == [3 * count, 3 * count]
     x.zero_grad()
     assert x.grad is None
     (x * 2).sum().backward()
@@ -61,6 +61,7 @@ def test_gradients_pass_through_a_chain_of_operations():
 
 def test_gradients_of_broadcast_operands_have_the_shapes_of_the_operands():
     a, b = tc.Var(np.ones((3, 1))), tc.Var(np.ones(4))
+    # All values are 1. Each a is used in 4 columns. Each b is used in 3 rows, twice in each.
     (a * b + b).sum().backward()
     assert a.grad.tolist() == [[4], [4], [4]]
     assert b.grad.tolist() == [6, 6, 6, 6]
@@ -171,7 +172,7 @@ def test_saved_bytes_counts_what_the_tape_saves():
     before = tc.memory.saved_bytes()
     x = tc.Var(tc.ones(1000))
     y = (x * 2).exp()
-    # exp saves its result: 1000 numbers in f32.
+    # exp saves its result, 1000 numbers in f32; x * 2 saves nothing.
     assert tc.memory.saved_bytes() == before + 4000
     y.sum().backward()
     assert tc.memory.saved_bytes() == before
@@ -191,6 +192,7 @@ def test_each_thread_has_its_own_graph():
         for _ in range(20):
             x.zero_grad()
             ((x @ x) * 0.5).sum().backward()
+        # The gradient of x[i, j] is half of (the sum of row j + the sum of column i).
         results[seed] = np.allclose(
             x.grad.numpy(), 0.5 * (values.sum(1)[None, :] + values.sum(0)[:, None])
         )

@@ -1,4 +1,8 @@
-"""Captured steps equal eager steps bit by bit, even if the state changes between replays."""
+"""Captured steps equal eager steps bit by bit, even if the state changes between replays.
+
+`tc.cuda.capture` records a step as a CUDA graph at its second or third call; later calls replay the
+graph. Eager steps run without a graph.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,7 @@ class Training:
         self.opt.lr = 0.02
 
     def swap_averages(self) -> None:
+        # The adapter has the averages inside of the block, and its own parameters again after it.
         with self.ema:
             pass
 

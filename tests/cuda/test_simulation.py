@@ -3,6 +3,9 @@
 Statuses of the driver: 0 success, 1 invalid value, 3 not initialized, 201 invalid context, 900 not
 supported during a capture, 901 capture invalidated. Statuses of cuBLAS: 7 invalid value, 13
 execution failed.
+
+`cuda.run` runs a program with the simulated libraries, asserts that it succeeds, and returns the
+log of its calls; `of` selects the calls of one kind.
 """
 
 from typing import Any
@@ -28,7 +31,7 @@ START = """
     assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 201
     context = create("cuDevicePrimaryCtxRetain", 0)
     call("cuCtxSetCurrent", context)
-    stream = create("cuStreamCreate", 1)
+    stream = create("cuStreamCreate", 1)  # 1: independent of the default stream
     memory = create("cuMemAlloc_v2", size(1 << 20))
     address = memory.value
     pageable = ctypes.create_string_buffer(64)
@@ -134,11 +137,14 @@ def test_products_with_wrong_sizes_are_rejected(cuda: Any) -> None:
     call("cublasSetStream_v2", handle, stream, library=blas)
     one, F32 = ctypes.c_float(1), 0
 
+    # A product of matrices (m, k) and (k, n). Both and the result are at the same address, in
+    # memory of 1 MiB: exactly 512 columns of 512 f32 numbers.
     def product(m, n, k):
         # Address, type, distance between columns, distance between matrices of a batch.
         matrix = (memory, F32, 512, ctypes.c_longlong(0))
         scale = ctypes.byref(one)  # alpha and beta
         batch, compute_f32, algorithm = 1, 68, -1
+        # The two zeros: neither matrix is transposed.
         arguments = (handle, 0, 0, m, n, k, scale, *matrix, *matrix, scale, *matrix,
                      batch, compute_f32, algorithm)
         return call("cublasGemmStridedBatchedEx", *arguments, library=blas)
@@ -155,6 +161,7 @@ def test_logged_launches_have_names_and_arguments(cuda: Any) -> None:
     """The table of kernels comes from the machine code in the extension."""
     kernels = cuda.kernels.read_text().splitlines()
     fields = next(line.split() for line in kernels if " sm_90a fill_f32 " in line)
+    # Fields: checksum, architecture, name, registers, threads, shared memory, sizes of parameters.
     assert fields[6].split(",")[0] == "8"  # the bytes of its first parameter, an address
     assert int(fields[3]) > 0  # registers
     run = cuda.run("""
@@ -164,4 +171,5 @@ def test_logged_launches_have_names_and_arguments(cuda: Any) -> None:
     for call in run.of("launch"):
         assert call["name"] == "fill_f32"
         address, _, value = call["arguments"].split(",")
-        assert (address, value) == ("device", "0x4000000000000000")  # 2.0
+        # Addresses are logged as "device"; the value is 2.0 in f64.
+        assert (address, value) == ("device", "0x4000000000000000")

@@ -1,4 +1,10 @@
-"""Captions: how they are read, and how they are changed for training."""
+"""Captions: how they are read, and how they are changed for training.
+
+A variant is a caption after shuffling its tags and dropping some. With `variants=N`, an image has
+N variants, and each sample uses one of them; with `variants=0`, each sample draws a new variant.
+`CaptionMaker.plain` returns a caption without random changes, `use` the caption for one sample of
+training, and `possible` all captions that `use` can return.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -11,6 +17,7 @@ from trainable_candle.errors import DatasetError
 
 TAGS = "1girl, solo, red hair, smile, outdoors"
 IMAGE_SEED = 0
+"""The seed of the image's variants."""
 
 
 def used(options: CaptionOptions, count: int = 400, trigger: str = "", seed: int = 0) -> list[str]:
@@ -61,8 +68,8 @@ def test_tag_dropout_spares_kept_tags_and_keeps_the_order() -> None:
     assert count["1girl"] == 2000
     # 1000 are expected; 150 are more than six standard deviations.
     assert all(850 < count[tag] < 1150 for tag in TAGS.split(", ")[1:])
-    places = [TAGS.index(tag) for tag in seen[0].split(", ")]
-    assert places == sorted(places)
+    positions = [TAGS.index(tag) for tag in seen[0].split(", ")]
+    assert positions == sorted(positions)
 
 
 def test_captions_are_split_at_the_given_separator() -> None:
@@ -91,6 +98,7 @@ def test_a_resumed_run_sees_the_same_captions_and_another_seed_gives_others() ->
 
 
 def test_captions_are_read_from_metadata_in_hugging_faces_layout(tmp_path: Path) -> None:
+    # U+2028 is a line separator, which ends no line of a JSON Lines file.
     (tmp_path / "metadata.jsonl").write_text(
         '{"file_name": "a.png", "text": " a cat "}\n\n'
         '{"file_name": "sub/b.png", "caption": "\\u00fc", "more": [1]}\n'

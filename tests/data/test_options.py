@@ -17,9 +17,11 @@ from trainable_candle.errors import ConfigError, DatasetError
 
 SOURCES = (Source(Path("pictures")),)
 
+# The fixture `pictures` writes images of the given sizes into a folder below `tmp_path`.
+
 
 def test_a_path_to_a_folder_becomes_one_source() -> None:
-    assert parse_sources("a folder", "cat") == (Source(Path("a folder"), "cat"),)
+    assert parse_sources("a folder", caption="cat") == (Source(Path("a folder"), caption="cat"),)
 
 
 def test_entries_have_their_own_settings(tmp_path: Path) -> None:
@@ -29,10 +31,12 @@ def test_entries_have_their_own_settings(tmp_path: Path) -> None:
         "- {path: /abs, repeats: 0.5, caption: own, loss_weight: 2, recursive: true}\n"
         "- {path: class, regularization: true, mask: alpha, trigger: ''}\n"
     )
-    assert parse_sources(file, "general") == (
-        Source(tmp_path / "pictures", "general"),
-        Source(Path("/abs"), "own", repeats=0.5, loss_weight=2, recursive=True),
-        Source(tmp_path / "class", "general", regularization=True, mask="alpha", trigger=""),
+    assert parse_sources(file, caption="general") == (
+        Source(tmp_path / "pictures", caption="general"),
+        Source(Path("/abs"), caption="own", repeats=0.5, loss_weight=2, recursive=True),
+        Source(
+            tmp_path / "class", caption="general", regularization=True, mask="alpha", trigger=""
+        ),
     )
 
 
@@ -58,6 +62,7 @@ def test_a_folder_whose_name_ends_in_yaml_is_a_folder(tmp_path: Path) -> None:
         ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number above 0"),
         ({"path": "a", "repeats": True}, "repeats is True"),
         ({"path": "a", "loss_weight": float("nan")}, "loss_weight is nan"),
+        # A whole number that is too large for a float.
         ({"path": "a", "loss_weight": 10**400}, "loss_weight is 1000"),
         ({"path": "a", "mask": "on"}, "mask is 'on', expected one of off, file, alpha"),
         ({"path": "a", "caption": 7}, "caption is 7, expected text"),
@@ -70,6 +75,7 @@ def test_a_wrong_entry_is_reported(entry: Any, complaint: str) -> None:
         parse_sources(["a", entry])
 
 
+# YAML reads 2026-13-41 as a date, and there is no such date.
 @pytest.mark.parametrize(
     "text", ["path: a", "- [", "3", "", "- path: 2026-13-41", "- path: a\n  path: b"]
 )
@@ -87,7 +93,7 @@ def test_entries_may_use_the_names_of_other_tools(tmp_path: Path) -> None:
     )
     # YAML reads `off` as false.
     assert parse_sources(file) == (
-        Source(tmp_path / "a", "cup", 2, regularization=True),
+        Source(tmp_path / "a", caption="cup", repeats=2, regularization=True),
         Source(tmp_path / "b", mask="off"),
     )
     with pytest.raises(ConfigError, match="`path` and `folder_path` mean the same; give one"):
@@ -129,6 +135,8 @@ def test_an_empty_list_and_a_missing_file_are_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_settings_are_rejected(settings: dict[str, Any], complaint: str) -> None:
+    # By default, the resolution is 1024 px, and the sides of buckets are multiples of 64 px between
+    # 256 px and 2048 px.
     with pytest.raises(ConfigError, match=f"dataset: .*{complaint}"):
         DatasetOptions(SOURCES, **settings)
 
@@ -169,7 +177,8 @@ def test_folders_with_repeats_in_their_names_are_sources(
         ("x", 10, 0.5),
         ("x", 2, 0.5),
     ]
-    assert [s.caption for s in parse_sources(tmp_path / "kohya", "mine")] == ["mine", "mine"]
+    captioned = parse_sources(tmp_path / "kohya", caption="mine")
+    assert [source.caption for source in captioned] == ["mine", "mine"]
 
 
 @pytest.mark.parametrize("name", ["a.png", "metadata.jsonl"])

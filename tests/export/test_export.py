@@ -28,6 +28,7 @@ from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 IDS = [[3, 5, 7, 11, 13, 17]]
+"""A batch of one sequence of token ids."""
 
 
 @pytest.fixture(params=["llama", "qwen2"])
@@ -150,6 +151,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
     facts = {key: field.contents() for key, field in reader.fields.items()}
     assert facts["general.architecture"] == config["model_type"]
     assert (facts["general.type"], facts["adapter.type"]) == ("adapter", "lora")
+    # The rank: the exported factors include the scale, so alpha / r is 1.
     assert facts["adapter.lora.alpha"] == 3.0
     adapter = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
@@ -158,6 +160,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight.lora_a"], down.down)
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight.lora_b"], down.up)
     key_up = adapter.layers["model.layers.1.self_attn.k_proj"].up
+    # llama.cpp's converter reorders the rows of query and key weights only for llama.
     if config["model_type"] == "llama":
         key_up = paired(key_up, config["num_key_value_heads"])
     np.testing.assert_array_equal(tensors["blk.1.attn_k.weight.lora_b"], key_up)
@@ -191,7 +194,8 @@ def test_a_gguf_file_has_the_expected_bytes() -> None:
     entry = Entry("t", (1, 3), "f32", lambda: tc.tensor([[1.0, 2.0, 3.0]]))
     write(file, {"a": "b", "c": 1.5, "d": []}, [entry])
     content = file.getvalue()
-    # Version 3, 1 tensor, 3 facts. A fact is the length of its key, the key, a type and a value.
+    # Version 3, 1 tensor, 3 facts (entries of the metadata). A fact is the length of its key, the
+    # key, a type and a value.
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
@@ -202,6 +206,7 @@ def test_a_gguf_file_has_the_expected_bytes() -> None:
     start = header + facts + tensor
     assert content[: len(start)] == start
     offset = len(start) + -len(start) % 32  # The data are aligned to 32 bytes.
+    # The 12 bytes of the values are padded to 32.
     assert content[offset:] == np.array([1, 2, 3], "<f4").tobytes() + bytes(20)
 
 
@@ -214,7 +219,7 @@ def test_files_for_mlx_hold_transposed_factors_by_layer_name(tmp_path: Path) -> 
     assert config["lora_parameters"]["keys"] == [
         "mlp.down_proj", "self_attn.k_proj", "self_attn.q_proj",
     ]  # fmt: skip
-    assert config["num_layers"] == 3
+    assert config["num_layers"] == 3  # those of the model
     layer = "model.layers.2.self_attn.q_proj"
     factors = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights).layers[layer]
     a, b = (tensors[f"{layer}.{name}"].numpy() for name in ("lora_a", "lora_b"))
@@ -226,6 +231,7 @@ def test_files_for_mlx_hold_transposed_factors_by_layer_name(tmp_path: Path) -> 
 def test_a_merged_model_computes_the_same_and_keeps_its_files(
     weights: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # In f32, unlike bf16, no change of a weight is lost to rounding.
     into_shards(weights)
     expected = make_adapter(weights, tmp_path / "a.safetensors", adapter=kind)
     folder = exported(weights, tmp_path / "a.safetensors", "merged")
@@ -271,6 +277,7 @@ def test_merging_some_rows_at_a_time_gives_the_same_weights(
     weights = GOLDEN / "llm" / "qwen2"
     make_adapter(weights, tmp_path / "a.safetensors", adapter=adapter)
     reports = []
+    # The second number is the number of weights that are merged at a time, in whole rows.
     for name, count in (("at once", 2**21), ("in parts", 100)):
         monkeypatch.setattr("trainable_candle.export.merged.AT_ONCE", count)
         (tmp_path / name).mkdir()
@@ -344,6 +351,7 @@ def test_the_losses_of_base_adapter_and_merged_model_are_reported(
     exported(BUILT_IN, tmp_path / "a.safetensors", "merged", "--dataset", str(data))
     line = capsys.readouterr().out.partition("loss: base ")[2].partition("\n")[0]
     base, adapter, merged = (float(part.split()[-1]) for part in line.split(","))
+    # The built-in model has learned the task "upper". An adapter with random weights spoils it.
     assert base < 0.1
     assert adapter > base + 0.5
     assert merged == pytest.approx(adapter, rel=0.05)
@@ -381,6 +389,7 @@ def test_a_modelfile_has_the_absolute_path_or_the_given_name_of_the_base(
     assert (named / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")
 
 
+# "\udcff" becomes the byte 0xff, because `surrogateescape` is used to encode it.
 @pytest.mark.parametrize("content", ["{", "[]", "\udcff"], ids=["truncated", "list", "not UTF-8"])
 def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content: str) -> None:
     make_adapter(weights, tmp_path / "a.safetensors")

@@ -1,6 +1,9 @@
 """Training continues while a checkpoint is written.
 
 A write that fails or is killed leaves a complete checkpoint, from which the run resumes.
+
+The run of the fixture `config` has 12 steps, and saves a checkpoint every 5 steps and at its end.
+The fixture `train` runs a configuration and returns the bytes of the adapter's parameters.
 """
 
 import errno
@@ -67,6 +70,7 @@ def test_training_continues_while_a_snapshot_is_written(
         assert checkpoints(trainer.output) == []
         gate.set()
 
+    # The checkpoint of step 5 is written after step 8, and has the parameters of step 5.
     train(config, CallAfter(5, keep_parameters), CallAfter(8, open_gate))
     stored = tc.load_file(checkpoint_path(Path(config.output), 5) / PARAMETERS)
     assert {name: tensor.numpy().tobytes() for name, tensor in stored.items()} == bits
@@ -101,6 +105,7 @@ def test_a_checkpoint_that_is_being_written_is_completed_if_training_fails(
     config: TrainConfig, gate: threading.Event
 ) -> None:
     def fail(_: Trainer[Any]) -> None:
+        # The writer goes on 0.2 s later, when the error has ended the training loop.
         threading.Timer(0.2, gate.set).start()
         raise NonFiniteError("the loss is nan")
 
@@ -145,16 +150,17 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
                 trainer.write_later(lambda: None)
 
     def fill_disk(trainer: Trainer[Any]) -> None:
-        trainer.save()
+        trainer.save()  # writes the checkpoint of step 5 and waits for it
         # From now on, no file can have more than 4096 bytes. `file_size_limit` restores the limit.
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         if is_late:
-            gate.clear()
+            gate.clear()  # the writer of the next checkpoint, of step 6, waits until after step 8
 
     gate.set()
     release = CallAfter(8, lambda _: gate.set())
     callbacks = [CallAfter(5, fill_disk), release, ManyJobs(), SaveRecorder()]
+    # `fill_disk` lowers this limit, which is above the size of every file.
     with file_size_limit(1 << 30), pytest.raises(FileError) as caught:
         train(config.with_(save_every=3), *callbacks)
     assert caught.value.errno == errno.EFBIG
@@ -219,7 +225,7 @@ folder = state.checkpoint_path(output, 3)
 def save(value):
     parameters = {"a": tc.Var(np.full((2, 3), value, np.float32))}
     optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
-    facts = state.RunState(3, 3, None, {"value": value})
+    facts = state.RunState(step=3, batches=3, scaler=None, settings={"value": value})
     state.save(folder, parameters, optimizer, facts)
 
 def save_until_killed(operations, value):
@@ -264,6 +270,7 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.split("\n")
+    # A save renames the old checkpoint, then gives its name to the new one.
     assert "restored" in lines, "no process was killed between the two renames"
     # The last line is "steps N": N children were killed. A save takes more than 12 file operations.
     assert int(lines[-2].split()[1]) > 12

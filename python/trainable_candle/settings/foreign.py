@@ -1,4 +1,7 @@
-"""Settings of other tools that this library lacks in the same form, and what to do instead."""
+"""Settings of other tools that this library lacks in the same form, and what to do instead.
+
+Each text here is the rest of a message that begins with the name of the other tool's setting.
+"""
 
 from __future__ import annotations
 
@@ -167,6 +170,7 @@ _ONETRAINER_KEYS: Final = {
     "sample_after": _give("--sample-every or --sample-every-epochs"),
     "continue_last_backup": _give("--resume auto"),
 }
+"""Keys of OneTrainer's configuration files -> advice."""
 _AI_TOOLKIT: Final = {
     "job": _NESTED,
     "config": _NESTED,
@@ -197,6 +201,7 @@ _AI_TOOLKIT: Final = {
     "sample.walk_seed": _NONE,
     "sample.samples": _give("--sample-prompts"),
 }
+"""Lines of ai-toolkit's files -> advice; dots join the names of nested lines."""
 INSTEAD: Final = {**_KOHYA, **_ONETRAINER_KEYS, **_AI_TOOLKIT}
 """Maps another tool's setting to the rest of a message that begins with the setting's name.
 

@@ -1,4 +1,8 @@
-"""Settings of the objective: what the model predicts, at which noise levels, with which loss."""
+"""Settings of the objective: what the model predicts, at which noise levels, with which loss.
+
+A `Condition` has the names of settings, and a function of the configuration of a whole run: the
+settings have an effect only if the function returns True.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ class NoisePrediction(Group):
         Condition(
             ("multires_noise_discount",),
             lambda c: c.multires_noise_iterations > 0,
-            "--multires-noise-iterations",
+            needed="--multires-noise-iterations",
         ),
     )
 
@@ -84,7 +88,7 @@ class Loss(Group):
         Condition(
             ("huber_delta", "huber_schedule"),
             lambda c: c.loss in {"huber", "smooth_l1"},
-            "--loss huber or --loss smooth_l1",
+            needed="--loss huber or --loss smooth_l1",
         ),
     )
 

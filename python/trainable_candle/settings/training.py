@@ -1,4 +1,7 @@
-"""Settings of the length of training and of the optimizer."""
+"""Settings of the length of training and of the optimizer.
+
+The functions here that return a message take the configuration of a whole run.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,8 @@ def _long_warmup(config: Any) -> str | None:
 
 def _wrong_arguments(config: Any) -> str | None:
     """Return why the optimizer or the schedule rejects its arguments; None if neither does.
+
+    A small optimizer and a schedule are made with the arguments to find out.
 
     Raises:
         ConfigError: see `parsed` and `check_names`.
@@ -159,7 +164,7 @@ class Training(Group):
         Condition(
             ("lora_plus_ratio",),
             lambda c: c.adapter in {"lora", "dora"},
-            "--adapter lora or --adapter dora (other kinds have no factor B)",
+            needed="--adapter lora or --adapter dora (other kinds have no factor B)",
         ),
     )
     contradictions: ClassVar = (_contradiction,)
@@ -169,7 +174,8 @@ class Training(Group):
         Setting(
             "optimizer steps",
             low=1,
-            # The constant schedule does not depend on the number of steps.
+            # `free`: whether a resumed run may change the setting. The constant schedule does not
+            # depend on the number of steps.
             free=lambda values: values["lr_scheduler"] == "constant",
             synonyms=("max-train-steps", "num-steps", "train.steps"),
         ),
@@ -321,10 +327,10 @@ class Training(Group):
 
     @property
     def most_grad_norm(self) -> float:
-        """The norm to which larger gradients are clipped, or 1 if none is set."""
+        """The norm to which larger gradients are clipped; 1 if neither user nor model sets one."""
         return 1.0 if self.max_grad_norm is None else self.max_grad_norm
 
     @property
     def rate(self) -> float:
-        """The learning rate, or 1e-4 if none is set."""
+        """The learning rate; 1e-4 if neither the user nor the model sets one."""
         return 1e-4 if self.learning_rate is None else self.learning_rate

@@ -21,7 +21,7 @@ TOOL_USE: Final = "tool_use"
 _MORE_TEMPLATES: Final = "additional_chat_templates/*.jinja"
 """The pattern of the files with further chat templates."""
 CONFIGS: Final = ("generation_config.json", "config.json")
-"""The files with ids of special tokens; the first file that has an id takes precedence."""
+"""The files with ids of special tokens. If one id is needed, the first file that has it counts."""
 FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     _MORE_TEMPLATES, "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -89,7 +89,8 @@ def end_tokens(folder: Path) -> list[int]:
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return special tokens' texts by name.
 
-    The entries of `config` are the texts, or objects with the text as `content`.
+    `config` has the entries of `special_tokens_map.json` and `tokenizer_config.json`. An entry is a
+    text, or an object with the text as `content`.
     """
     tokens = {}
     for name in _TOKENS:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
-    """Return the optimizer of the variables; each group has its own learning rate.
+    """Return the optimizer of the variables in `groups`; a group is variables and a learning rate.
 
     Raises:
         OutOfMemoryError: the optimizer's states are to be in host memory, and the system does not

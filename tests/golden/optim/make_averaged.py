@@ -1,4 +1,4 @@
-"""Parameters that torch's Muon and schedulefree's AdamW reach, in f64.
+"""Write the parameters that torch's Muon and schedulefree's AdamW reach, in f64.
 
     pip install torch==2.15.0 schedulefree==1.4.1 safetensors
     python make_averaged.py averaged.safetensors
@@ -19,6 +19,7 @@ from torch.optim import _muon
 
 SHAPES = [(5, 3), (4, 9), (7,), (6, 2, 3)]
 STEPS = 6
+# The arguments of each case. The cases `*_options` differ from the defaults in most arguments.
 MUON = {
     "muon": {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"},
     "muon_options": {

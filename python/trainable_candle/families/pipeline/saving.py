@@ -121,6 +121,7 @@ def save_folder(
     require_empty_folder(output)
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    # The tokenizer of `text_encoder_2` is in `tokenizer_2`.
     tokenizers = {name.replace("text_encoder", "tokenizer") for name in parts}
     names = {path.name for path in weights.iterdir()} & {
         *parts, *tokenizers, "scheduler", "model_index.json"
@@ -135,6 +136,7 @@ def save_folder(
     if output.exists():
         output.rmdir()
     partial.rename(output)
+    # Make the renaming last through a power failure.
     sync_folder(output.parent)
 
 
