@@ -56,7 +56,8 @@ def test_an_error_gives_a_message_and_an_exit_status(
     assert printed.out == ""
     assert printed.err.startswith(start)
     assert "Traceback" not in printed.err
-    # Only the message about a bug, status 1, says how to see the traceback.
+    # Status 1 stands for a bug. Only its message names the environment variable that shows the
+    # traceback, `cli.TRACEBACK`.
     assert (cli.TRACEBACK in printed.err) == (status == 1)
 
 
@@ -85,6 +86,7 @@ def test_without_a_command_the_commands_are_listed() -> None:
     [
         ("train --rnk 4", "unknown flag `--rnk`; did you mean `--rank`?"),
         ("train --lr 0", "learning_rate is 0.0, expected above 0"),
+        # Messages have the setting's own name, also if the flag is another tool's synonym.
         ("train --network_dim 0", "rank is 0, expected at least 1"),
         (
             "train --model digits --dataset . --output o --weights none",
@@ -155,9 +157,11 @@ def test_without_a_command_the_commands_are_listed() -> None:
             "sample --model digits --prompt 1 --output a.png --count 1000000000",
             "sample: 1000000000 images of 8x8 px need",
         ),
+        # \udcff stands for a byte, 0xff, that is not UTF-8.
         ("sample --model sdxl --prompt \udcff --output a.png", "expected text in UTF-8"),
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
+        # The working directory would be the data set and the folder of the run.
         ("train --model digits --dataset . --output . --gpus 1 --device cpu", "would write into ."),
         ("info --x", "unknown flag `--x`"),
         (
@@ -183,13 +187,13 @@ def test_wrong_arguments_are_reported_in_one_line(
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # The command has written nothing.
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "pt", "bin"])
 def test_a_pickle_is_rejected_alone_and_in_a_folder(ending: str, tmp_path: Path) -> None:
     weights = tmp_path / f"model.{ending}"
-    weights.write_bytes(b"PK")
+    weights.write_bytes(b"PK")  # The ending alone decides; the content is never read.
     arguments = ["--model", "digits", "--prompt", "1", "--output", str(tmp_path / "a.png")]
     for given in (weights, tmp_path):
         result = run("sample", *arguments, "--weights", str(given))

@@ -1,4 +1,10 @@
-"""Launches, replays and waits of training on the simulated device, which computes no values."""
+"""Launches, replays and waits of training on the simulated device, which computes no values.
+
+`cuda.run` runs a snippet and returns the log of its calls. `mark` writes a mark into the log, and
+`run.after(mark)` has the calls from a mark to the next one. `of(kind, ...)` selects calls by kind:
+"refused" are calls to which the simulated libraries returned an error; "grow" and "map" get more
+device memory; "capture-begin" begins to record a CUDA graph, and "replay" launches one.
+"""
 
 import json
 from pathlib import Path
@@ -13,6 +19,7 @@ RUN = """
     # Kernels do not compute, so losses and norms have arbitrary values.
     Trainer._require_finite = lambda *_: None
 
+    # The calls after the mark step-N are those of step N, counted from 1.
     class Marks(Callback):
         def on_train_begin(self, trainer):
             mark("step-1")
@@ -35,8 +42,9 @@ QUEUING = {"launch", "replay", "product"}
 def waits_at_its_end(step: Any) -> bool:
     """Return whether the host queues all work before it waits, and synchronizes at most once."""
     waits = [step.calls.index(call) for call in step.waits]
-    after = step.calls[min(waits) :]
-    return len(step.of("synchronize")) <= 1 and not QUEUING & {call.kind for call in after}
+    from_first_wait = step.calls[min(waits) :]
+    queued_later = QUEUING & {call.kind for call in from_first_wait}
+    return len(step.of("synchronize")) <= 1 and not queued_later
 
 
 def run_on_digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
@@ -63,10 +71,10 @@ def test_steps_are_replayed_and_wait_once(
 ) -> None:
     run = cuda.run(run_on_digits(digits_base, digits_folder, tmp_path / "run", **settings))
     assert run.of("refused") == []
-    passes = settings.get("gradient_accumulation", 1)
+    micro_batches = settings.get("gradient_accumulation", 1)
     for number in CHECKED:
         step = run.after(f"step-{number}")
-        assert len(step.of("replay")) == passes, number
+        assert len(step.of("replay")) == micro_batches, number
         assert waits_at_its_end(step), step.calls
         assert step.of("grow", "map", "capture-begin") == [], number
 
@@ -146,11 +154,11 @@ def test_steps_of_sdxl_are_replayed_in_a_run_with_validation(
 TRAIN_ON_TEXTS = """
     from trainable_candle.data.chats import packing
 
-    original = packing.joined
+    join_rows = packing.joined
     lengths = []
 
     def joined(*arguments):
-        packed = original(*arguments)
+        packed = join_rows(*arguments)
         lengths.append(len(packed.input_ids))
         return packed
 
@@ -195,10 +203,11 @@ def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[s
 
 
 def test_steps_on_pairs_of_answers_are_not_replayed(cuda: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
+    # Batches with equal numbers of tokens may have different numbers of pairs, and so other shapes.
+    pairs = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
     program = run_on_texts(tmp_path, objective="dpo")
     # The run reads these pairs instead of the texts.
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     run = cuda.run(program)
     assert run.of("refused", "replay") == []
 
@@ -216,6 +225,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
     # A line of totals, and one for each of the two kernels.
     assert len(str(profile).splitlines()) == 3
     assert {k.count for k in profile.kernels} == {150}
+    # One product of 64 x 64 and 64 x 64 elements of f32 (CUDA's R_32F).
     products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
     assert len(products) == 1, profile
     """
@@ -257,12 +267,14 @@ def test_memory_of_graphs_is_freed_with_the_last_graph(cuda: Any) -> None:
     for rows in (1024, 512, 2048):
         x = tc.zeros((rows, 1024), device="cuda")
         graphs.append(tc.cuda.capture(work, [x]))
+        # The first call runs the function, the second records the graph, the third replays it.
         for _ in range(3):
             graphs[-1](x)
         assert graphs[-1].is_recorded and bytes_of_graphs() > 0
     before = bytes_of_graphs()
     tc.cuda.empty_cache()
     assert bytes_of_graphs() == before, (bytes_of_graphs(), before)
+    # The graphs share their memory, so it is needed as long as one of them exists.
     del graphs[1:]
     tc.cuda.empty_cache()
     assert bytes_of_graphs() == before

@@ -1,4 +1,4 @@
-"""Multi-head attention against its formula, and against torch where torch is installed."""
+"""`nn.MultiheadAttention` against its formula, and against torch where torch is installed."""
 
 import itertools
 from typing import Any
@@ -33,8 +33,9 @@ def test_attention_equals_its_formula() -> None:
         .swapaxes(1, 2)
         for n, a in enumerate((x, y, y))
     )
-    scores = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(E // H))
-    weights = scores / scores.sum(-1, keepdims=True)
+    # The weights are the softmax of the scores, (B, H, L, S).
+    exponentials = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(E // H))
+    weights = exponentials / exponentials.sum(-1, keepdims=True)
     out = module.out_proj
     assert out.bias is not None
     mixed = (weights @ v).swapaxes(1, 2).reshape(B, L, E)
@@ -54,9 +55,12 @@ def test_with_a_causal_mask_results_do_not_depend_on_later_positions() -> None:
     x = RNG.standard_normal((L, E))
     changed = x.copy()
     changed[-1] += 1
-    before, after = (module(*[tc.tensor(a)] * 3, is_causal=True)[0].numpy() for a in (x, changed))
-    np.testing.assert_allclose(before[:-1], after[:-1])
-    assert np.abs(before[-1] - after[-1]).max() > 1e-3
+    # Query, key and value are the same tensor.
+    result, changed_result = (
+        module(*[tc.tensor(a)] * 3, is_causal=True)[0].numpy() for a in (x, changed)
+    )
+    np.testing.assert_allclose(result[:-1], changed_result[:-1])
+    assert np.abs(result[-1] - changed_result[-1]).max() > 1e-3
 
 
 def test_gradients_reach_all_parameters() -> None:
@@ -81,6 +85,7 @@ def test_wrong_numbers_of_heads_and_shapes_of_masks_are_reported() -> None:
         # A transposed mask has the right number of elements, but the wrong shape.
         ([(B, L, E), (B, S, E)], {"attn_mask": (S, L)}, rf"attn_mask .*\({L}, {S}\) or \({B * H}"),
         ([(B, L, E), (B, S, E)], {"attn_mask": (B, H, L, S)}, "attn_mask has shape"),
+        # Padding masks are (B, S), or (S,) without a batch.
         ([(B, L, E), (B, S, E)], {"key_padding_mask": (S, B)}, rf"key_.*expected \({B}, {S}\)"),
         ([(L, E), (S, E)], {"key_padding_mask": (1, S)}, rf"key_padding.*expected \({S},\)"),
         ([(B, L, E), (1, S, E)], {}, "expected one batch size for all"),
@@ -98,6 +103,7 @@ def test_wrong_numbers_of_heads_and_shapes_of_masks_are_reported() -> None:
 def test_shapes_that_torch_rejects_are_rejected(
     shapes: Any, masks: dict[str, tuple[int, ...]], message: str
 ) -> None:
+    # The shapes are those of query, key and value; without a third one, the value's is the key's.
     inputs = [tc.ones(shape, dtype="f64") for shape in (*shapes, shapes[-1])[:3]]
     given: Any = {name: tc.zeros(shape, dtype="u8") for name, shape in masks.items()}
     with pytest.raises(tc.ShapeError, match=message):
@@ -130,6 +136,7 @@ def test_results_equal_those_of_torch(batch_first: bool, need_weights: bool) -> 
     x, y = RNG.standard_normal(query_shape), RNG.standard_normal(key_shape)
     # In a boolean mask, True excludes a key. The four samples have 5, 3, 4 and 1 keys.
     padding = np.arange(S) >= np.array([[5], [3], [4], [1]])
+    # Excludes the keys from position i + 2 on for query i.
     later = np.triu(np.ones((L, S), bool), 2)
     additive = RNG.standard_normal((B * H, L, S))
     for key_padding, attn in itertools.product((None, padding), (None, later, additive)):
@@ -144,6 +151,7 @@ def test_results_equal_those_of_torch(batch_first: bool, need_weights: bool) -> 
         a, b = torch.from_numpy(x), torch.from_numpy(y)
         expected = theirs(a, b, b, need_weights=need_weights, **their_masks)
         for ours, wanted in zip(found, expected, strict=True):
+            # Without `need_weights`, torch's weights are None.
             if need_weights or wanted is not None:
                 np.testing.assert_allclose(
                     ours.numpy(), wanted.detach().numpy(), rtol=1e-9, atol=1e-9

@@ -62,8 +62,8 @@ def test_estimated_activations_match_the_tape(
     estimated = estimated_items(task)["model activations"]
     assert loss.item() > 0
     if checkpointing == "full":
-        # The estimate also includes the one block that the backward pass recomputes at a time. It
-        # needs less than all blocks without checkpointing; 20 % is the tolerance.
+        # The estimate also includes the one block that the backward pass recomputes at a time. That
+        # block needs less than all blocks without checkpointing; 20 % is the tolerance.
         limit = saved + 1.2 * activations_without_checkpointing(base, digits_folder, batch_size)
         assert saved < estimated < limit
     else:
@@ -71,9 +71,12 @@ def test_estimated_activations_match_the_tape(
 
 
 def activations_without_checkpointing(base: Path, folder: Path, batch_size: int) -> int:
+    """Return the estimated bytes of activations."""
     return estimated_items(digits_task(base, folder, batch_size=batch_size))["model activations"]
 
 
+# `qat` is quantization-aware training: each step rounds the frozen weights plus the adapter's
+# product to the numbers of a format, the grid.
 @pytest.mark.parametrize("grid", ["int8", "nf4", "fp8"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_estimated_rounded_weights_match_what_the_tape_adds(
@@ -111,8 +114,9 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
         # time. The estimate includes that block.
         assert (rounded - plain, estimated) == (0, block)
     else:
-        # The estimate counts the rounded weights of all 6 blocks. The tape keeps fewer, because the
-        # inputs of the first layers need no gradient.
+        # The estimate counts the rounded weights of all 6 blocks. The tape keeps fewer: it keeps a
+        # layer's weight for the gradient of the layer's input, and the inputs of the first layers
+        # need no gradient. The estimate may be up to 30 % too large.
         assert rounded - plain <= estimated == 6 * block < 1.3 * (rounded - plain)
 
 
@@ -185,6 +189,7 @@ def check_parameters_and_states(base: Path, digits_folder: Path, **settings: Any
 
 
 def test_the_table_names_every_item() -> None:
+    # 3 << 20 bytes are 3 MiB. Each phase also has 200 MiB for the interpreter and libraries.
     estimate = Estimate({"caching": [Item("vae", "weights", 3 << 20)], "training": []})
     assert estimate.table() == [
         "memory while caching: 203.0 MiB",
@@ -197,8 +202,8 @@ def test_the_table_names_every_item() -> None:
 
 
 def test_the_last_line_of_the_table_names_the_memory_of_the_gpu_and_of_the_host() -> None:
-    # 200 MiB for the interpreter and libraries are added to the 1 GiB of training. In the memory of
-    # the host, 5 << 29 bytes are 2.5 GiB.
+    # 200 MiB for the interpreter and libraries are added to the 1 GiB (1 << 30 bytes) of training,
+    # which makes 1.20 GiB. In the memory of the host, 5 << 29 bytes are 2.5 GiB.
     phases = {"caching": [Item("vae", "weights", 3 << 20)], "training": [Item("", "", 1 << 30)]}
     *_, last = Estimate(phases, on_gpu=True, host=5 << 29).table()
     assert last == "GPU memory at most: 1.20 GiB, while training, and 2.50 GiB in host memory"
@@ -207,12 +212,15 @@ def test_the_last_line_of_the_table_names_the_memory_of_the_gpu_and_of_the_host(
 @pytest.mark.parametrize(
     ("name", "patterns", "selected"),
     [
+        # A pattern must match the whole name, or the end of it after a dot.
         ("a.to_q", ["to_q"], True),
         ("to_q", ["to_q"], True),
         ("a.xto_q", ["to_q"], False),
         ("a.1.to_q", [r"a\.\d\.to_[qk]"], True),
         ("a.1.to_q", ["to_(q|k)"], True),
         ("a.1.to_v", ["to_(q|k)"], False),
+        # `all-attention` stands for the names of attention's projections in all models;
+        # `proj_out` is a linear layer outside of attention.
         ("a.o_proj", ["all-attention"], True),
         ("a.to_add_out", ["all-attention"], True),
         ("a.proj_out", ["all-attention"], False),

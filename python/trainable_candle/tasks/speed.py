@@ -50,7 +50,8 @@ class Work:
     """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
     backward pass."""
     modulation: float
-    """Bytes of the streamed modulation weights, copied once in a micro-batch."""
+    """Bytes of the streamed modulation weights, copied once in a micro-batch. These are the weights
+    of the layers that compute the scales, shifts and gates of all blocks."""
     offloaded: float
     """Bytes of the blocks' inputs that are copied to host memory in the forward pass and back in
     the backward pass."""
@@ -83,7 +84,7 @@ class Rates:
     """Bytes copied from host memory or to it."""
     streams: float | None = None
     """Bytes of streamed weights that are copied, if not at the rate `link`: by NVLink, or partly
-    through a ring of pinned memory. None: at the rate `link`."""
+    through a ring of buffers in pinned memory. None: at the rate `link`."""
 
 
 def _rates(tflops: float, memory_gb: float, link_gb: float) -> Rates:
@@ -118,8 +119,9 @@ GPUS: Final = {
 The rates of memory and link are the makers' figures, except for the H200's link, which is measured.
 The H200's rate of products is fitted to steps measured on 2026-11-23; the H100's is measured. With
 these two rates, the constants above are fitted to the steps that tests/tasks/test_speed.py lists.
-The H200's rate of products is 0.77 times the maker's figure for bf16 with sums in f32. The rates of
-all GPUs but these two are assumed to have the same ratio; nothing was run on them.
+The H200's rate of products is 0.77 times the maker's figure for bf16 with sums in f32. For all GPUs
+but these two, the rate of products is assumed to be 0.77 times the maker's figure, too; nothing was
+run on them.
 """
 _NVLINK: Final = 450e9
 """Bytes that a GPU receives by NVLink in a second. NVIDIA's figure for an H100 or H200 is 900 GB/s
@@ -157,6 +159,7 @@ def work_of(
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     layers, attention = facts.forward_flops(**sizes)
+    # `saved_values` returns numbers of values of a sample: on the device and in host memory.
     kept = facts.saved_values(adapter, "none", **sizes)[0] * itemsize
     policy, blocks = config.checkpointing, config.checkpoint_blocks
     _, offloaded = facts.saved_values(adapter, policy, blocks=blocks, **sizes)
@@ -194,7 +197,10 @@ def states_on_host(
         adapter: which layers get adapters, and of which ranks.
         config: the settings.
     """
-    return adapter.plan(dict(layers), config.optimizer)[1] if config.states_on_host else 0
+    if not config.states_on_host:
+        return 0
+    _parameters, state_bytes = adapter.plan(dict(layers), config.optimizer)
+    return state_bytes
 
 
 def states_seconds(work: Work, rates: Rates) -> float:
@@ -218,8 +224,8 @@ def seconds(work: Work, rates: Rates) -> float:
 def computing_seconds(work: Work, rates: Rates) -> float:
     """Return the approximate time of a micro-batch without copies to and from the GPU.
 
-    The backward pass of a frozen layer costs as much as its forward pass; the backward pass of
-    attention costs as much as two and a half of its forward passes.
+    The backward pass of a frozen layer costs as much as its forward pass, together 2; the backward
+    pass of attention costs as much as two and a half of its forward passes, together 3.5.
     """
     repeated = work.recomputed
     products = (2 + repeated) * work.layers / rates.products

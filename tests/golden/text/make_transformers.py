@@ -1,4 +1,4 @@
-"""Token ids of transformers' CLIPTokenizer, for tests/text; needs transformers 5.23.
+"""Token ids by transformers' CLIPTokenizer, which tests/text expects; needs transformers 5.23.
 
     python make_transformers.py MERGES.txt.gz | gzip -9n > transformers.json.gz
 
@@ -35,6 +35,7 @@ TEXTS = [
     "supercalifragilisticexpialidocious antidisestablishmentarianism",
     "x" * 300,
     ", ".join(f"tag number {n}" for n in range(60)),
+    # A row of 77 tokens has room for 75 words between the start and the end token.
     "word " * 74,
     "word " * 75,
     "word " * 76,
@@ -43,7 +44,11 @@ TEXTS = [
 
 
 def byte_letters():
-    """Return the letters that stand for the 256 bytes, in the order of CLIP's vocabulary."""
+    """Return the letters that stand for the 256 bytes, in the order of CLIP's vocabulary.
+
+    Bytes that are printable in Latin-1 come first and stand for themselves. The other bytes get the
+    characters from U+0100 on.
+    """
     codes = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))
     letters = [chr(code) for code in codes]
     return letters + [chr(256 + n) for n in range(256 - len(codes))]
@@ -52,6 +57,7 @@ def byte_letters():
 def noise(count):
     """Yield texts of random characters."""
     rng = random.Random(20261121)
+    # ASCII occurs twice, so that it is drawn twice as often as each of the other ranges.
     ranges = [(32, 127), (32, 127), (160, 384), (0x370, 0x530), (0x3040, 0x30FF), (0x2000, 0x2070)]
     for _ in range(count):
         yield "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(1, 60)))
@@ -62,7 +68,8 @@ def main():
         lines = file.read().decode().split("\n")
     # The first line is a header. CLIP uses as many merges as make a vocabulary of 49408 tokens: all
     # letters with and without `</w>` (512), the merges, and two special tokens.
-    merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
+    merge_count = 49408 - 512 - 2
+    merges = [tuple(line.split()) for line in lines[1 : 1 + merge_count]]
     letters = byte_letters()
     tokens = letters + [letter + "</w>" for letter in letters] + ["".join(m) for m in merges]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
@@ -77,8 +84,8 @@ def main():
         tokenizer = tokenizers["<|endoftext|>"]
         case["ids"] = tokenizer(text, add_special_tokens=False)["input_ids"]
         for name, pad in (("clip_l", "<|endoftext|>"), ("big_g", "!")):
-            rows = tokenizers[pad](text, padding="max_length", max_length=77, truncation=True)
-            case[name] = rows["input_ids"]
+            row = tokenizers[pad](text, padding="max_length", max_length=77, truncation=True)
+            case[name] = row["input_ids"]
         cases.append(case)
     print(json.dumps({"transformers": transformers.__version__, "cases": cases}))
 

@@ -90,11 +90,13 @@ class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
     Each epoch packs all examples anew: examples of equal length randomly change places, and the
-    rows are shuffled. For given examples, an epoch depends only on the seed and its number. If the
-    last rows of an epoch do not fill a batch, the first rows of the next epoch complete this batch.
+    rows are shuffled. For given examples, the rows of an epoch depend only on the seed and on the
+    epoch's number. If the last rows of an epoch do not fill a batch, the first rows of the next
+    epoch complete this batch.
 
     Args:
-        examples: at least one, none longer than `sequence_length`.
+        examples: at least one, none longer than `sequence_length`. The length of a pair is the sum
+            of the lengths of its two texts.
         sequence_length: the greatest number of tokens in a row.
         batch_size: rows in a batch.
         seed: the seed of the order.
@@ -124,6 +126,7 @@ class PackedRows:
         texts_per_example = max(2 if isinstance(example, Pair) else 1 for example in examples)
         self._most_texts = texts_per_example * max(map(len, rows))
         """The greatest number of texts that a row can have."""
+        # Two epochs are cached, because a batch may have rows of an epoch and of the next one.
         self._rows_of = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
@@ -143,6 +146,7 @@ class PackedRows:
 
     def _packed(self, epoch: int) -> list[list[int]]:
         """Return the rows of an epoch, each as the indices of its examples."""
+        # "items" and "order" name two random streams: of the examples' order and of the rows'.
         order = generator(self._seed, "items", epoch).permutation(len(self._examples))
         lengths = [len(self._examples[item]) for item in order]
         rows = [[int(order[item]) for item in row] for row in best_fit(lengths, self._length)]
@@ -170,7 +174,8 @@ def joined(
     Args:
         rows: the examples of each row.
         padding_multiple: padding fills the stream up to a multiple of this many tokens.
-        least_bounds: `cu_seqlens` gets at least this many entries.
+        least_bounds: `cu_seqlens` gets at least this many entries; copies of its last entry fill it
+            up.
     """
     ids, targets, lengths = [], [], list[int]()
     # The number of the first text, `chosen`, of each pair; `rejected` is the next text.

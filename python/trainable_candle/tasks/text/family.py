@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class CausalModel(Protocol):
     """A causal language model: it predicts each token of a text from the tokens before it.
 
-    `packed_loss` and `log_probs` take the arrays of a `Packed` batch of N tokens.
+    `packed_loss` and `log_probs` take the arrays of a `Packed` batch, in which texts of N tokens in
+    all follow one another: the ids of the tokens (N,), the id that each token must predict (N,),
+    the index of each token in its text (N,), and the starts of the texts with the end of the last.
     """
 
     def packed_loss(
@@ -32,11 +34,14 @@ class CausalModel(Protocol):
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
-        """The method that returns the generated tokens for each prompt."""
+        """The method that returns the ids of the generated tokens for each prompt."""
 
     @property
     def stream(self) -> Callable[..., Iterator[list[int | None]]]:
-        """The method whose iterator yields one token per prompt at a time; None after an end."""
+        """The method whose iterator yields, at each position, one token id per prompt.
+
+        The id is None for a prompt whose text has already ended.
+        """
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Attach trainable adapters to layers."""
@@ -83,11 +88,11 @@ class TextFamily(Protocol):
 
     @property
     def context(self) -> int:
-        """The length of the texts that the model was made for, in tokens."""
+        """The greatest length of the texts that the model was made for, in tokens."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The model's `config.json`."""
+        """The entries of the model's `config.json`."""
 
     @property
     def vocabulary(self) -> int:

@@ -1,5 +1,6 @@
 //! Orders the work of this library and of libraries with which it shares memory by DLPack. Those libraries queue their
-//! work in streams of their own. A *consumer* is a library that uses this library's tensors.
+//! work in streams of their own. A *consumer* is a library that uses this library's tensors. Here, a variable or argument
+//! `consumer` is the handle of the consumer's stream.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -60,6 +61,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
 /// driver reports an error.
 pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
+    // An error inside a captured function.
     capture::refuse(OP)?;
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     // SAFETY: the caller's promise.
@@ -72,7 +74,7 @@ static DEFERRED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
 /// Drops a tensor that a consumer no longer uses, after the work that the consumer has queued. `consumer` is the
 /// consumer's stream, as in [`ready_for`], if it is known. Unless that stream is the legacy default stream, the call
-/// waits for the device. During a capture, the tensor is kept for now.
+/// waits for the device. During a capture, the tensor is kept until a later release.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
     let mut waiting = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
@@ -98,7 +100,7 @@ fn wait_for(device: &Device, consumer: Option<usize>) -> Result<()> {
         match consumer {
             // SAFETY: the default stream always exists.
             Some(LEGACY) => unsafe { order(LEGACY as CUstream, gpu.stream().cu_stream()) },
-            // Any other stream may have been destroyed.
+            // Any other stream may have been destroyed, so nothing can be queued in it: wait for the whole device.
             _ => context.synchronize(),
         }
     };

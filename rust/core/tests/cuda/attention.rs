@@ -1,5 +1,7 @@
 //! Attention on a CUDA device at the sizes of models, and the fused norm and rotation of queries and keys, compared
 //! with the CPU in f64.
+//!
+//! `TOLERANCE` has a tolerance for each of f32, f16 and bf16, in this order. The tests of attention double it.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
@@ -18,7 +20,8 @@ fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     x.reshape((batch, length, heads, width / heads))?.transpose(1, 2)
 }
 
-/// Attention of q, k and v (B, S, D) in separate tensors.
+/// Attention of q, k and v in separate tensors (B, S, D), where D is the features of all heads; q may have another S
+/// than k and v.
 fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let [q, k, v] = [split_heads(&x[0], heads)?, split_heads(&x[1], heads)?, split_heads(&x[2], heads)?];
     let mixed = scaled_dot_product_attention(&q, &k, &v, None, is_causal, None)?;
@@ -28,8 +31,8 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
 /// Attention over packed tensors: q, k and v side by side in one tensor if `is_self_attention`, else q in one tensor,
 /// and the k and v of a context side by side in a second one.
 fn packed(x: &[Tensor], is_self_attention: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
-    let first = usize::from(!is_self_attention);
-    let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
+    let first_joined = usize::from(!is_self_attention);
+    let joined = Tensor::cat(&x[first_joined..].iter().collect::<Vec<_>>(), 2)?;
     if is_self_attention {
         return packed_attention(&joined, None, heads, is_causal);
     }
@@ -75,7 +78,7 @@ const SHAPES: [Shape; 9] = [
 fn attention_of_the_models_equals_the_cpu() {
     let device = gpu().unwrap();
     for Shape { model, queries, keys, heads, width, is_causal, is_packed } in SHAPES {
-        // The inputs are exact in every dtype, so that all dtypes share one reference.
+        // The inputs, rounded to bf16 and then to f16, are exact in every dtype, so that all dtypes share one reference.
         let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
         let attend = |x: &[Tensor]| separate(x, heads, is_causal);
@@ -115,6 +118,7 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
         let drawn = [exact(queries), exact(keys), exact(keys)];
         let attend = |x: &[Tensor]| separate(x, heads, false);
         let expected = in_f64(&attend, &drawn);
+        // f16 and bf16, whose kernels use tensor cores.
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = drawn.each_ref().map(|x| x.to_dtype(*dtype).unwrap());
             let what = format!("{} {batch} x {queries} to {keys}, {heads} heads of {width}", dtype.as_str());
@@ -127,12 +131,13 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
                 assert_eq!(again.1, first.1, "{what}, {round}");
             }
             for index in 0..3 {
-                let fixed = |x: &[Tensor]| {
+                // A function of one input; the other two are constants, which need no gradient.
+                let of_one_input = |x: &[Tensor]| {
                     let mut all = moved.clone();
                     all[index] = x[0].clone();
                     separate(&all, heads, false)
                 };
-                let (_, grads) = value_and_gradients(&fixed, &moved[index..=index]).unwrap();
+                let (_, grads) = value_and_gradients(&of_one_input, &moved[index..=index]).unwrap();
                 assert_eq!(grads[0], first.1[index], "{what}, of input {index} alone");
             }
         }
@@ -150,9 +155,10 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
         let attend = |x: &[Tensor]| separate(x, heads, false);
-        // Fill with NaN the memory that the kernels will reuse. On the 132 multiprocessors of an H100 these are: the
-        // partial sums of the forward pass for widths up to 64 (tiles of 192 queries) and up to 128 (tiles of 128),
-        // those of the backward pass (keys and values of a tile of 128), and the sums for the gradients of the queries.
+        // Fill with NaN the memory that the kernels will reuse. On an H100, with 132 multiprocessors and two partial sums
+        // for the thread block of each, these are: the partial sums of the forward pass for widths up to 64 (tiles of 192
+        // queries) and up to 128 (tiles of 128 queries), with two more numbers per query for its softmax; those of the
+        // backward pass (keys and values of a tile of 128 keys); and the sums for the gradients of the queries.
         for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
             drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
         }
@@ -172,6 +178,7 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
 #[ignore = "needs a CUDA device"]
 fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     let device = gpu().unwrap();
+    // One head of 136 features: 2,900 queries, 12,000 keys and values.
     let inputs = [2900, 12_000, 12_000].map(|length| random(&[1, length, 136], 1.0, DType::F32));
     let attend = |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None);
     let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
@@ -197,8 +204,9 @@ fn attention_over_packed_projections_equals_the_cpu() {
         (40, Some(50), 3, 160, false),
     ] {
         for (dtype, tolerance) in TOLERANCE {
-            let own = if keys.is_some() { 1 } else { 3 };
-            let mut inputs = vec![random(&[2, queries, own * heads * width], 1.0, dtype)];
+            // The first input has q, k and v, or only q if a second input has the k and v of a context.
+            let in_first = if keys.is_some() { 1 } else { 3 };
+            let mut inputs = vec![random(&[2, queries, in_first * heads * width], 1.0, dtype)];
             inputs.extend(keys.map(|keys| random(&[2, keys, 2 * heads * width], 1.0, dtype)));
             let what = format!("{} {queries} to {keys:?}, {heads} heads of {width}", dtype.as_str());
             let function = |x: &[Tensor]| packed_attention(&x[0], x.get(1), heads, is_causal);
@@ -207,9 +215,10 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads one after the other in memory (`outside`), heads that are adjacent at each position (`inside`), and rotated
-/// pairs of both kinds (adjacent features, and features half a width apart): at the models' widths, at widths that are
-/// read one element at a time, and at widths that do not fit into the registers of a warp.
+/// Heads one after the other in memory (`heads_outside`), heads that are adjacent at each position (`heads_inside`), and
+/// rotated pairs of both kinds (adjacent features if `interleaved`, else features half a width apart): at the models'
+/// widths (64 to 256), at widths that are read one element at a time (2, 210), and at widths that do not fit into the
+/// registers of a warp (210, 1104, 1200).
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
@@ -234,14 +243,16 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
                 let (cos, sin) = (cos.to_device(x.device())?, sin.to_device(x.device())?);
                 rms_norm_rope(x, weight, &cos, &sin, interleaved, 1e-6)
             };
-            let inside = |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
-            let outside =
+            // The input is (B, S, heads, width); norm and rotation take and return (B, heads, S, width).
+            let heads_inside = |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
+            let heads_outside =
                 |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?.contiguous()?, x.get(1))?.transpose(1, 2);
-            let what = format!("{} {length} of {heads} heads of {width}, {interleaved}", dtype.as_str());
-            let expected = in_f64(&inside, &inputs);
-            compare_with(&what, &inside, &expected, &inputs, &device, tolerance);
-            compare_with(&format!("{what}, outside"), &outside, &expected, &inputs, &device, tolerance);
-            compare(&format!("{what}, no weight"), &inside, &inputs[..1], &device, tolerance);
+            let what =
+                format!("{} {length} of {heads} heads of {width}, interleaved {interleaved}", dtype.as_str());
+            let expected = in_f64(&heads_inside, &inputs);
+            compare_with(&what, &heads_inside, &expected, &inputs, &device, tolerance);
+            compare_with(&format!("{what}, heads outside"), &heads_outside, &expected, &inputs, &device, tolerance);
+            compare(&format!("{what}, no weight"), &heads_inside, &inputs[..1], &device, tolerance);
         }
     }
 }
@@ -260,7 +271,7 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
         (&[40, 9][..], 2, 40, 6),
     ] {
         let scale = random(&[width], 1.0, DType::F32);
-        // At least as many positions as the longest stream has; each stream takes the first of them.
+        // For all streams together: each takes as many of the first angles as it has tokens, at most 333.
         let angles = random(&[300.max(lengths[0]), width / 2], 1.0, DType::F32);
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
         for is_rotated in [true, false] {
@@ -271,12 +282,13 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
                 let tables = x
                     .iter()
                     .map(|x| {
-                        let rows = |table: &Tensor| moved(&table.narrow(0, 0, x.dims()[1])?);
-                        Ok([rows(&cos)?, rows(&sin)?])
+                        let of_its_tokens = |table: &Tensor| moved(&table.narrow(0, 0, x.dims()[1])?);
+                        Ok([of_its_tokens(&cos)?, of_its_tokens(&sin)?])
                     })
                     .collect::<Result<Vec<_>>>()?;
                 let stream = |(x, tables)| {
                     let [cos, sin]: &[Tensor; 2] = tables;
+                    // The norm of queries has a scale, the norm of keys has none.
                     Stream { x, norms: [Some(&scale), None], angles: is_rotated.then_some([cos, sin]) }
                 };
                 let streams: Vec<_> = x.iter().zip(&tables).map(stream).collect();
@@ -285,7 +297,7 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
             for (dtype, tolerance) in TOLERANCE {
                 let projections = |&length: &usize| random(&[2, length, 3 * heads * width + other_columns], 1.0, dtype);
                 let inputs: Vec<Tensor> = lengths.iter().map(projections).collect();
-                let what = format!("{} {lengths:?} of {heads} heads of {width}, {is_rotated}", dtype.as_str());
+                let what = format!("{} {lengths:?} of {heads} heads of {width}, rotated {is_rotated}", dtype.as_str());
                 compare(&what, &run, &inputs, &device, 2.0 * tolerance);
             }
         }

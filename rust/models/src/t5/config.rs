@@ -1,4 +1,4 @@
-//! The sizes of an encoder.
+//! The configuration of a T5 text encoder: sizes, buckets of relative attention, form of the feed-forward networks.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -10,9 +10,10 @@ use crate::pretrained::Configuration;
 /// The form of the feed-forward networks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FeedForward {
-    /// T5 1.1: `wo(gelu(wi_0 x) · wi_1 x)` with the tanh form of GELU.
+    /// T5 1.1: `wo(gelu(wi_0 x) · wi_1 x)` with the tanh form of GELU and an elementwise product. `wi_0`, `wi_1` and
+    /// `wo` are linear layers.
     GatedGelu,
-    /// T5 1.0: `wo(relu(wi x))`.
+    /// T5 1.0: `wo(relu(wi x))` with the linear layers `wi` and `wo`.
     Relu,
 }
 
@@ -125,7 +126,8 @@ impl T5Config {
         if buckets < 4 {
             return wrong(format!("relative_attention_num_buckets is {buckets}, expected 4 or more"));
         }
-        // `exact` is the number of distances with a bucket of their own.
+        // `exact` is the number of distances that have a bucket of their own in each direction. Farther distances share
+        // buckets.
         let (furthest, exact) = (self.relative_attention_max_distance, buckets / 4);
         if furthest <= exact {
             return wrong(format!(

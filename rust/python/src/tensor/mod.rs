@@ -1,4 +1,8 @@
 //! The class `Tensor`: properties and Python's protocols. Operations are in the other files of this folder.
+//!
+//! `compute`, `reading` and `catch_panics` run a function of the core and convert its panics to errors. `compute` also
+//! releases the GIL if the given number of elements is large, and `reading`, for functions that copy values to the host,
+//! if the tensor is on a GPU or large.
 
 mod arithmetic;
 mod convert;
@@ -311,7 +315,9 @@ impl Tensor {
         }
         let options = PyDict::new(py);
         options.set_item("separator", ", ")?;
+        // numpy indents lines after the first by the length of the prefix.
         options.set_item("prefix", format!("{kind}("))?;
+        // numpy abbreviates arrays of more elements with `...`.
         options.set_item("threshold", 1000)?;
         let text = py.import("numpy")?.call_method("array2string", (numpy_values(py, tensor)?,), Some(&options))?;
         Ok(format!("{kind}({text}, dtype={}{grad})", tensor.dtype().as_str()))
@@ -361,6 +367,7 @@ impl<'py> IntoPyObject<'py> for TensorIterator<'py> {
     }
 }
 
+// `EXPECTED` describes the type in the error about an argument of another type.
 impl Expected for PyRef<'_, Tensor> {
     const EXPECTED: &'static str = "a Tensor, which trainable_candle.tensor() makes";
 }

@@ -57,7 +57,7 @@ impl Scalar {
 
 /// Read a number, or the numbers in nested lists or tuples, and convert them to `dtype`. Without `dtype`, the result is
 /// f32 if any number is a float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. Returns `None`
-/// if the lists contain arrays. `op` is the name of the operation for errors.
+/// if `data` is or contains an array with dimensions. `op` is the name of the operation for errors.
 ///
 /// Conversions of floats to an integer dtype round towards 0.
 ///
@@ -152,6 +152,7 @@ impl Nested {
         }
         match self.dims.get(depth) {
             Some(&expected) if expected == length => Ok(()),
+            // After the first number, the number of dimensions is known, and no list may add one.
             None if self.values.is_empty() && self.dims.len() == depth => {
                 self.dims.push(length);
                 Ok(())

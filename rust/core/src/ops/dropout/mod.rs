@@ -37,11 +37,13 @@ pub fn dropout(x: &Tensor, p: f64, training: bool) -> Result<Tensor> {
     if !training || p == 0.0 {
         return Ok(x.clone());
     }
-    dropout_from(x, p, rng::advance((x.elem_count().div_ceil(GROUP) * LANES) as u64))
+    // Takes `LANES` Philox blocks from the generator for each group of elements.
+    let blocks = x.elem_count().div_ceil(GROUP) * LANES;
+    dropout_from(x, p, rng::advance(blocks as u64))
 }
 
-/// Applies [`dropout`] in training. Computes the mask from the generator's words from `state` on, and does not advance
-/// the generator.
+/// Applies [`dropout`] in training. Computes the mask from the generator's words from `state` on: `state.offset` is the
+/// number of the first Philox block. Does not advance the generator.
 ///
 /// # Errors
 /// As [`dropout`].
@@ -110,8 +112,9 @@ impl Mask {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// The factor of the elements whose words are not below the threshold. With p = 1 the factor is 0: the threshold is
-    /// then 2^32 - 1, which a word of 2^32 - 1 is not below, but all elements must be zeroed.
+    /// The factor of the elements whose words are not below the threshold. With p = 1 the factor is 0, because all
+    /// elements must be zeroed: the threshold, 2^32, is then rounded down to the largest u32, 2^32 - 1, and a word of
+    /// 2^32 - 1 is not below it.
     fn scale(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
@@ -140,7 +143,9 @@ impl Backward for DropoutBackward {
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &DROPOUT,
     cases: || {
+        // An arbitrary state.
         const STATE: State = State { seed: 5, offset: 77 };
+        // 3 · 71 elements: three full groups, and a part of one.
         let plain = |x: &[Tensor]| {
             let ones = Tensor::ones(x[0].shape().clone(), x[0].dtype(), x[0].device())?;
             x[0].mul(&dropout_from(&ones, 0.3, STATE)?)

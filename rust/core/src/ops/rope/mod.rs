@@ -35,7 +35,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
     record(
         &ROPE,
         &[x],
-        || rotate(&x.raw, &cos.raw, &sin.raw, interleaved, false),
+        || rotate(&x.raw, &cos.raw, &sin.raw, interleaved, /* back */ false),
         |saver, _| RopeBackward { cos: saver.hold(cos), sin: saver.hold(sin), interleaved },
     )
 }
@@ -87,12 +87,13 @@ struct RopeBackward {
 
 impl Backward for RopeBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = rotate(context.grad(), &self.cos.get()?, &self.sin.get()?, self.interleaved, true)?;
+        let (cos, sin) = (self.cos.get()?, self.sin.get()?);
+        let grad = rotate(context.grad(), &cos, &sin, self.interleaved, /* back */ true)?;
         context.add(0, grad)
     }
 }
 
-/// The order in which the rows of `(..., S, D)` are in memory.
+/// The order in which the rows of `(..., S, D)` are in memory. A row is the D features of one position.
 #[derive(Clone, Copy)]
 pub(super) struct RowOrder {
     /// The number of heads, if the heads of a position are adjacent in memory: dimensions (..., heads, S, D), memory
@@ -105,7 +106,7 @@ impl RowOrder {
         Self { heads: heads_are_adjacent(x).then(|| x.dims()[x.rank() - 3]) }
     }
 
-    /// How many rows that are consecutive in memory have the same position.
+    /// How many rows that are consecutive in memory have the same position, and so the same row of `cos` and `sin`.
     pub fn repeats(self) -> usize {
         self.heads.unwrap_or(1)
     }

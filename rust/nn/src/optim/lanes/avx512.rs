@@ -1,4 +1,6 @@
-//! [`Lanes`] of AVX-512 with VBMI: 16 values. Codes are looked up 64 at a time.
+//! [`Lanes`], registers for the steps of optimizers with 8-bit states, on processors with AVX-512 and VBMI. A register
+//! has 16 values of f32. The values of a state's codes are looked up 64 at a time. The traits [`Lanes`] and
+//! [`Registers`] say what their methods compute.
 
 use std::arch::x86_64::{
     __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_epi32,
@@ -56,8 +58,8 @@ impl Avx512 {
         }
     }
 
-    /// Looks up the values of the first 64 codes. Each of a value's four bytes comes from a separate table (`planes`)
-    /// of 256 bytes.
+    /// Looks up the values of the first 64 codes. Each of a value's four bytes comes from a separate table of 256 bytes:
+    /// `planes[i]` has byte i, from the lowest, of the value of each code.
     ///
     /// This is faster than gathers, because a gather of 16 values takes 16 loads, whereas one `vpermi2b` looks up 64
     /// bytes in half of a table.
@@ -215,6 +217,7 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn upper_times(self, x: __m512i, factor: u16) -> __m512i {
+        // `mulhi` multiplies both 16-bit halves of each element; the shift keeps the result for the upper half.
         let factor = intrinsics!(_mm512_set1_epi16(factor.cast_signed()));
         intrinsics!(_mm512_srli_epi32::<16>(_mm512_mulhi_epu16(x, factor)))
     }
@@ -226,6 +229,8 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn pick(self, table: __m512, index: __m512i) -> __m512 {
+        // The instruction uses the lowest four bits of an index. The lowest three are enough to find the entry, because
+        // the table of eight values is stored twice.
         intrinsics!(_mm512_permutexvar_ps(index, table))
     }
 
@@ -236,6 +241,8 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m512i; 4]) -> bool {
+        // Compares the 16-bit halves of all elements. The lower half is the fraction; the upper half, which has the whole
+        // part, is never below the limit.
         let smaller = |a, b| intrinsics!(_mm512_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
@@ -244,11 +251,13 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn write<const SIGNED: bool>(self, numbers: [__m512i; 4], values: [__m512; 4], codes: &mut [u8]) {
+        // A number n is the position of a magnitude in the codebook. Without `SIGNED`, n is the code. With `SIGNED`, the
+        // code is ZERO + n for a positive value and ZERO - n for a negative one.
         let (codes, _) = codes[..4 * WIDTH].as_chunks_mut::<WIDTH>();
         for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
             // SAFETY: the processor has the instructions; 16 bytes are stored to a slice of 16.
             unsafe {
-                // Bits 16 to 23 become the lowest byte.
+                // The number is in bits 16 to 23, which become the lowest byte.
                 let number = _mm512_srli_epi32::<16>(number);
                 let mut result = number;
                 if SIGNED {
