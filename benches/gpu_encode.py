@@ -1,9 +1,10 @@
-"""Full-size SDXL on a GPU outside training steps: encoding images and texts, and drawing.
+"""Full-size SDXL on a GPU outside training steps: encoding images and texts, drawing images.
 
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
 Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds the
-time of each of our kernels. If diffusers is installed, its autoencoder is measured too.
+time of each of our kernels. `--only` runs the cases whose title contains a text. If diffusers is
+installed, its autoencoder is measured too.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
 SIZES = [(1024, 1024), (1280, 960)]
 BATCHES = [1, 2, 4]
 STEPS = 30
+"""Sampling steps of a drawn image."""
 DOWNSCALE = 8
 """The side of an image in px, divided by the side of its latents."""
 EXACT_SIDE = 512
 """Side in px of the image whose latents are compared with those of f64."""
+# The configuration of SDXL's second text encoder, OpenCLIP bigG.
 BIG_G = {
     "architectures": ["CLIPTextModelWithProjection"],
     "hidden_act": "gelu",
@@ -74,10 +77,11 @@ def pooled(models: Sequence[Any], tokens: tc.Tensor) -> list[tc.Tensor]:
     return [model(tokens).pooled for model in models]
 
 
-def report(title: str, ours: float, device: str, *, flops: float = 0, theirs: str = "") -> None:
+def report(title: str, seconds: float, device: str, *, flops: float = 0) -> None:
+    """Print the time of a case, its operations per second if `flops` is given, and peak memory."""
     peak = tc.cuda.memory_stats(device)["peak_allocated"] / GIB
-    rate = f", {flops / ours / 1e12:.0f} TFLOP/s" if flops else ""
-    print(f"{title}: {ours * 1e3:.1f} ms{rate}, peak {peak:.2f} GiB{theirs}", flush=True)
+    rate = f", {flops / seconds / 1e12:.0f} TFLOP/s" if flops else ""
+    print(f"{title}: {seconds * 1e3:.1f} ms{rate}, peak {peak:.2f} GiB", flush=True)
 
 
 def case(
@@ -98,14 +102,15 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             if only not in title:
                 continue
             picture = pixels(batch, width, height)
-            share = batch * width * height / 1024**2
+            # `ENCODER` is for one image of 1024 x 1024 px.
+            times_the_area = batch * width * height / 1024**2
             shown = profile and batch == 1
             case(
                 title,
                 partial(encoded, vae, picture, device),
                 machine,
                 profile=shown,
-                flops=share * ENCODER,
+                flops=times_the_area * ENCODER,
             )
             to_host = gpu_timing.timed(
                 partial(on_host, vae, picture, device), device, machine.seconds
@@ -200,10 +205,12 @@ def texts(machine: Machine, only: str, *, profile: bool) -> None:
             tc.models.CLIPTextModel.from_config(dtype="bf16", device=device),
             tc.models.CLIPTextModel.from_config(config, dtype="bf16", device=device),
         ]
+    # Both encoders together, for one text and for many.
     for batch in (1, 24):
         title = f"texts, batch {batch}"
         if only not in title:
             continue
+        # CLIP's vocabulary has 49406 tokens besides the start and the end token.
         ids = np.random.default_rng(0).integers(0, 49406, (batch, 77))
         tokens = tc.tensor(ids, device=device)
         case(
@@ -235,7 +242,7 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
             {"latent_channels": 4, "scaling_factor": vae.scaling_factor},
             vae.downscale,
             device,
-            dict,
+            dict,  # returns an empty identity; nothing is cached
         )
 
     def run(count: int = 1) -> None:
@@ -243,13 +250,14 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
         draw(family, ["x"] * count, SampleOptions(steps=STEPS), features, (1024, 1024))
 
     gpu_timing.fresh(device)
-    run()
+    run()  # Untimed: the first run loads kernels.
     for count in (1, 2):
         started = time.perf_counter()
         run(count)
         seconds = time.perf_counter() - started
         report(f"draw 1024 x 1024, {STEPS} steps, {count} images", seconds, device)
     sample, times = tc.randn((2, 4, 128, 128), device=device), tc.full((1,), 500.0, device=device)
+    # Guidance needs a forward pass with the prompt and one without it, together a batch of 2.
     both = {name: tc.cat([x, x]) for name, x in text.items()}
     both["time_ids"] = tc.full((2, 6), 1024.0, device=device)
 

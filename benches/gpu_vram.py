@@ -31,6 +31,7 @@ import trainable_candle as tc
 
 MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *full_text.MODELS)
 IMAGES = 2
+"""Images in the data set."""
 GIB_PATTERN = r"([\d.]+) GiB"
 ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
 
@@ -48,6 +49,7 @@ def prepare(model: str, folder: Path) -> list[str]:
     else:
         full_flow.write_pipeline(weights, model, "cuda")
     full_size.write_images(data, IMAGES, sizes=((1024, 1024),))
+    # `--model` names a family, of which "-large" is a larger model.
     family = model.removesuffix("-large")
     return ["--model", family, "--dataset", str(data), "--weights", str(weights)]
 
@@ -58,6 +60,7 @@ def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
         return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
     text = "\n".join(line for _, line in outcome.lines)
     plan = rf"^plan: (.*?) \(about {GIB_PATTERN}(?:, ([\d.]+) s a step)?\) fits"
+    # Group 1 is what the plan chose, group 3 the predicted seconds of a step.
     chosen = re.search(plan, text, re.MULTILINE)
     peaks = re.findall(rf"^GPU memory while .*: {GIB_PATTERN}", text, re.MULTILINE)
     tensors = re.search(rf"at most {GIB_PATTERN} of GPU memory", text)

@@ -40,11 +40,12 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """Return a row of the images above a row of their reconstructions.
+    """Return a row of the images, bytes (N, H, W, 3), above a row of their reconstructions.
 
     Prints the PSNR of all reconstructions together.
     """
     with torch.no_grad():
+        # `encode` multiplies by the scaling factor; `decode` expects latents without it.
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         decoded = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
     decoded = ((decoded + 1) * 127.5).round().byte()
@@ -98,6 +99,8 @@ def main() -> None:
     data = photos.load(arguments.photos)
     pixels = torch.from_numpy(data.pixels).to(device)
     labels = torch.from_numpy(data.flowers).to(device)
+    # For each image, whether it shows its flower clearly. The autoencoder trains on all images, the
+    # UNet and the text encoders on the clear ones.
     clear = autoencoding.clear_images(pixels, labels, arguments.classifier_steps)
     if earlier:
         vae = AutoencoderKL.from_pretrained(earlier / "vae").float().to(device)
@@ -111,20 +114,24 @@ def main() -> None:
 
     data = data.keep(clear.cpu().numpy())
     print(f"{len(data)} of {len(pixels)} images show their flower clearly", flush=True)
-    texts, rows, per_pair = diffusion.caption_table(data)
+    # All captions, with `per_pair` captions for each pair (flower, colour) one after another;
+    # `first_rows` maps a pair to the index of its first caption.
+    texts, first_rows, per_pair = diffusion.caption_table(data)
     if earlier:
         for name in ("tokenizer", "tokenizer_2"):
             shutil.copytree(earlier / name, output / name, dirs_exist_ok=True)
         networks = load_networks(earlier).to(device)
     else:
         networks = new_networks(tokenizer.write(output, texts)).to(device)
+    # Several crops of each image; `sources` has the index of each crop's image.
     cropped, sources, time_ids = photos.crops(data, arguments.variants, SEED)
     pairs = list(zip(data.flowers.tolist(), data.colours, strict=True))
-    caption_rows = np.asarray([rows[pairs[index]] for index in sources])
+    caption_rows = np.asarray([first_rows[pairs[index]] for index in sources])
     latents = diffusion.Latents(
         torch.cat(
             [
                 autoencoding.encode(vae, torch.from_numpy(part).to(device))
+                # About 1024 crops at a time go to the device.
                 for part in np.array_split(cropped, max(1, len(cropped) // 1024))
             ]
         ),
@@ -132,6 +139,7 @@ def main() -> None:
         torch.from_numpy(caption_rows).to(device),
     )
     print(f"{len(texts)} captions, {len(cropped)} crops", flush=True)
+    # The empty text is for captions that training drops.
     table = diffusion.tokenise(output, [*texts, ""], device)
     networks.train()
     trained = diffusion.train(
@@ -139,6 +147,7 @@ def main() -> None:
     )
     diffusion.save(output, trained, vae)
     for guidance in (1.0, 4.0, 7.0):
+        # A row of 8 images for each prompt.
         grid = diffusion.sample(output, PROMPTS, 8, guidance, models.RESOLUTION)
         grid.save(output / f"samples_{guidance:.0f}.png")
 

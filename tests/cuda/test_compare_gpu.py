@@ -1,6 +1,6 @@
-"""Comparisons, selections, conversions and slices have the same bits on GPU and CPU.
+"""Comparisons, `where`, conversions and slices have the same bits on GPU and CPU.
 
-Attention with a mask has close values.
+Attention with a mask, in f32 on the GPU and in f64 on the CPU, has close values.
 """
 
 import operator
@@ -74,7 +74,8 @@ def test_comparisons_equal_those_of_the_cpu(
     column, row = x.reshape(n, 1), x.reshape(1, n)
     expected = compare(column, row)
     assert bits(compare(column.to("cuda"), row.to("cuda"))) == bits(expected)
-    # The kernels read 2, 4, 8 or 16 elements of a row at a time, so the rows have 48 elements.
+    # The kernels read 2, 4, 8 or 16 elements of a row at a time, so the rows have 48 elements, a
+    # multiple of each of these numbers. Each number of `x` occurs 48 times, in a random order.
     order = np.random.default_rng(0).permutation(np.tile(np.arange(n), 48))
     wide = x[tc.tensor(order)].reshape(n, 48)
     check_same_bits(compare, wide, wide[::-1])
@@ -88,12 +89,13 @@ def test_where_gives_the_bits_of_the_cpu(dtype: str) -> None:
         x = tc.cat([x, tc.tensor(np.array([0xFFC12345], np.uint32).view(np.float32))])
     n = len(x)
     indices = np.random.default_rng(1).integers(0, n, (2, n, 48))
-    a, b = (x[tc.tensor(part.reshape(-1))].reshape(n, 48) for part in indices)
+    a, b = (x[tc.tensor(chosen.reshape(-1))].reshape(n, 48) for chosen in indices)
     # 1 and 2 both select from `a`.
     mask = tc.tensor(np.random.default_rng(2).integers(0, 3, (n, 48)).astype(np.uint8))
     check_same_bits(tc.where, mask, a, b)
     check_same_bits(lambda mask, b: tc.where(mask, 1, b), mask, b)
     row = x.reshape(1, n)
+    # Mask and operands whose shapes broadcast to (n, n).
     for broadcast in ([mask[:, :n], row, x.reshape(n, 1)], [mask[0, :n], a[:, :n], b[:1, :n]]):
         assert bits(tc.where(*(t.to("cuda") for t in broadcast))) == bits(tc.where(*broadcast))
 
@@ -139,6 +141,7 @@ def test_a_replayed_graph_compares_its_new_inputs() -> None:
         for _ in range(5)
     ]
     step = tc.cuda.capture(run, [x.to("cuda") for x in inputs[0]])
+    # The first call runs the function, the second records the graph, the other three replay it.
     for x, ids in inputs:
         assert bits(step(x.to("cuda"), ids.to("cuda"))) == bits(run(x, ids))
     assert step.is_recorded

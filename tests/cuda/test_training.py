@@ -2,8 +2,8 @@
 
 `cuda.run` runs a snippet and returns the log of its calls. `mark` writes a mark into the log, and
 `run.after(mark)` has the calls from a mark to the next one. `of(kind, ...)` selects calls by kind:
-"refused" are calls to which the simulated libraries returned an error; "grow" and "map" get more
-device memory; "capture-begin" begins to record a CUDA graph, and "replay" launches one.
+"refused" are calls to which the simulated libraries returned an error; "grow" takes more device
+memory; "capture-begin" begins to record a CUDA graph, and "replay" launches one.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_steps_are_replayed_and_wait_once(
         step = run.after(f"step-{number}")
         assert len(step.of("replay")) == micro_batches, number
         assert waits_at_its_end(step), step.calls
-        assert step.of("grow", "map", "capture-begin") == [], number
+        assert step.of("grow", "capture-begin") == [], number
 
 
 def test_states_that_cannot_be_pinned_stay_on_the_gpu(
@@ -120,7 +120,7 @@ def test_without_graphs_steps_wait_once_too_and_launch_the_same_kernels(
     for number in CHECKED:
         step = run.after(f"step-{number}")
         assert waits_at_its_end(step), step.calls
-        assert step.of("grow", "map") == [], number
+        assert step.of("grow") == [], number
         assert step.launches == expected
 
 
@@ -146,7 +146,7 @@ def test_steps_of_sdxl_are_replayed_in_a_run_with_validation(
         step = run.after(f"step-{number}")
         assert len(step.of("replay")) == 1, number
         assert waits_at_its_end(step), step.calls
-        assert step.of("grow", "map", "capture-begin") == [], number
+        assert step.of("grow", "capture-begin") == [], number
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
@@ -199,7 +199,7 @@ def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[s
         step = run.after(f"step-{number}")
         assert len(step.of("replay")) == 1, number
         assert waits_at_its_end(step), step.calls
-        assert step.of("grow", "map", "capture-begin") == [], number
+        assert step.of("grow", "capture-begin") == [], number
 
 
 def test_steps_on_pairs_of_answers_are_not_replayed(cuda: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""peft and this library read each other's adapters of modules, and compute the same."""
+"""peft and this library read each other's adapters on a user's own module, and compute the same."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import trainable_candle as tc
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
+# Five samples of 2 channels of 4 x 4. The convolution makes 4 channels of 2 x 2: 16 features.
 X = np.random.default_rng(0).standard_normal((5, 2, 4, 4)).astype(np.float32)
 
 
@@ -46,6 +47,7 @@ def test_each_library_reads_the_folder_that_the_other_saved(config: dict, tmp_pa
     state = {name: torch.from_numpy(t.numpy()) for name, t in ours.state_dict().items()}
     theirs.load_state_dict(state)
     model = tc.get_peft_model(ours, tc.LoraConfig(**config))
+    # Give the adapters an effect: at first they do not change the output.
     for var in model.adapter.parameters():
         var.set(var.detach() + tc.randn(*var.shape) * 0.3)
     expected = model(tc.tensor(X)).detach().numpy()
@@ -54,5 +56,6 @@ def test_each_library_reads_the_folder_that_the_other_saved(config: dict, tmp_pa
     found = in_peft(torch.from_numpy(X)).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=2e-6)
     in_peft.save_pretrained(str(tmp_path / "theirs"))
+    # `unload` returns the module without the adapters.
     again = tc.PeftModel.from_pretrained(model.unload(), tmp_path / "theirs")
     np.testing.assert_allclose(again(tc.tensor(X)).detach().numpy(), expected, atol=2e-6)

@@ -1,4 +1,7 @@
-"""The summary of a data set before training: its folders, its buckets, and what is left out."""
+"""The summary of a set of images before training: its folders, its buckets, what is left out.
+
+A bucket is a size to which images of similar proportions are scaled and cropped.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ def describe(
     """Return the summary of a data set.
 
     Args:
-        by_folder: the images of each folder that are trained on.
+        by_folder: the images that are trained on, one sequence for each folder in `folders`.
         options: the settings.
         folders: what each folder contains, in the order of `options.sources`.
         small: one line for each image that is too small for every bucket.
     """
     items = [item for group in by_folder for item in group]
+    # How often an epoch trains on any of the images; `repeats` may be fractions.
     seen = sum(item.repeats for item in items)
     lines = [f"dataset: {counted(len(items), 'image')}, {seen:g} per epoch"]
     lines += _folders(by_folder, options, folders)
@@ -44,6 +48,7 @@ def describe(
         lines.append(f"left out: {counted(len(problems), 'image')} that cannot be used")
         lines += [f"  {line}" for line in first_lines(problems)]
     for folder in folders:
+        # The other kinds of files, by their suffixes.
         if folder.others:
             kinds = ", ".join(f"{count} {kind}" for kind, count in folder.others)
             lines.append(f"not read in {folder.path}: {kinds}")
@@ -75,9 +80,9 @@ def nothing_left(
 
 def _too_small(options: DatasetOptions) -> str:
     """Return the words that follow the number of too small images, with two cures."""
-    least = options.shortest_side if options.bucketing else options.resolution
+    shortest_side = options.shortest_side if options.bucketing else options.resolution
     return (
-        f"smaller than the smallest bucket, {least} px per side "
+        f"smaller than the smallest bucket, {shortest_side} px per side "
         "(give --upscale to enlarge them, or a lower --resolution)"
     )
 
@@ -115,6 +120,7 @@ def _buckets(items: Sequence[Item]) -> list[str]:
     rows = [("bucket", "images", "per epoch", "cut off at most")]
     for bucket, members in sorted(by_bucket.items()):
         seen = sum(item.repeats for item in members)
+        # The largest fraction of an image's area that is cropped away.
         lost = max(item.fit.lost for item in members)
         rows.append((str(bucket), str(len(members)), f"{seen:.4g}", f"{100 * lost:.0f} %"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -99,6 +99,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
             wrong, or `CUDA_VISIBLE_DEVICES` shows too few GPUs.
         OSError: a process cannot be started, or its log cannot be written.
     """
+    # The index of this machine, and the number of machines.
     machine, machines = machine_from_environment()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_parent())))
@@ -114,7 +115,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         processes: list[subprocess.Popen[bytes]] = []
         first_rank = machine * len(gpus)
         environments = [
-            {**os.environ, **shared, **_place(first_rank, number, len(gpus), machines)}
+            {**os.environ, **shared, **_rank_variables(first_rank, number, len(gpus), machines)}
             for number in range(len(gpus))
         ]
         from_environment(environments[0])  # Raises for wrong variables before a process starts.
@@ -140,21 +141,23 @@ def rank_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
 
     The processes meet at a socket in `folder`.
     """
-    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
+    # With one machine, the number of a process on the machine is its rank.
+    variables = _rank_variables(first_rank=0, number=rank, count=size, machines=1)
+    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **variables}
 
 
-def _place(first_rank: int, number: int, count: int, machines: int) -> dict[str, str]:
+def _rank_variables(first_rank: int, number: int, count: int, machines: int) -> dict[str, str]:
     """Return the environment variables that give process `number` of a machine its ranks.
 
     Each machine has `count` processes. The first process of this machine has rank `first_rank`.
     """
-    place = {
+    values = {
         "RANK": first_rank + number,
         "LOCAL_RANK": number,
         "WORLD_SIZE": machines * count,
         "LOCAL_WORLD_SIZE": count,
     }
-    return {name: str(value) for name, value in place.items()}
+    return {name: str(value) for name, value in values.items()}
 
 
 class _Watch:
@@ -184,7 +187,7 @@ class _Watch:
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            # The terminal sends SIGINT to the processes, too, so forward nothing; the second one
+            # The terminal sends SIGINT to the processes, too, so forward nothing. The second SIGINT
             # kills them.
             self._interrupts += 1
             if self._interrupts > 1:
@@ -198,6 +201,7 @@ class _Watch:
                 process.send_signal(number)
 
     def _wait(self) -> int:
+        # The number of the process that failed first.
         failed: int | None = None
         deadline = float("inf")
         while True:
@@ -213,7 +217,7 @@ class _Watch:
             time.sleep(0.05)
         if failed is None:
             return 0
-        # Process 0 has written its error to the terminal.
+        # Process 0 has written its error to the terminal. After Ctrl-C, a failure is no surprise.
         if failed > 0 and not self._interrupts:
             self._show(failed)
         status = self._processes[failed].returncode

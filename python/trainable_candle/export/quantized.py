@@ -32,11 +32,12 @@ def quantize_folder(
 ) -> float:
     """Replace the weights of linear layers in a model's folder by quantized ones.
 
-    - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight) and the rounding of
-      `--qat nf4`. The keys follow `QuantState.as_dict(packed=True)`; the configuration follows
-      `BitsAndBytesConfig`:
+    - `"nf4"`: bitsandbytes, with scales in f32 (4 bits a weight and 32 for each 64 weights, which
+      makes 4.5) and the rounding of training with `--qat nf4`. The keys follow
+      `QuantState.as_dict(packed=True)`; the configuration follows `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
-    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` holds the scale of each row times 127.
+    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` holds the scale of each row times 127, which is
+      the row's largest magnitude.
     - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; the activations are not
       quantized:
       <https://github.com/vllm-project/compressed-tensors>.
@@ -114,6 +115,7 @@ class _Matrix:
     scales: _Floats
     """[number of scales]."""
     shape: tuple[int, ...]
+    """The weight's shape: [rows, columns]."""
     dtype: str
     """The weight's dtype before rounding, by its name in PyTorch."""
 
@@ -156,6 +158,9 @@ class _Form:
     `config.json`."""
 
 
+# `_nf4`, `_int8` and `_fp8` return the tensors to store for a weight; see `_Form.parts`.
+
+
 def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     state: dict[str, Any] = {
         "quant_type": "nf4",
@@ -170,6 +175,7 @@ def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     pairs = codes.reshape(-1, 2)  # A byte holds two codes, the first in its upper bits.
     return {
         key: tc.tensor(pairs[:, :1] << 4 | pairs[:, 1:]),
+        # NF4's largest value is 1, so a scale is the largest magnitude in its block.
         f"{key}.absmax": tc.tensor(matrix.scales),
         f"{key}.quant_map": tc.tensor(values),
         f"{key}.quant_state.bitsandbytes__nf4": tc.tensor(packed),
@@ -249,11 +255,12 @@ def _fp8_configuration(_dtype: str) -> dict[str, object]:
 
 
 _FORMS: Final[dict[str, _Form]] = {
-    "nf4": _Form(_BLOCK, 1, _nf4, _nf4_configuration),
-    "int8": _Form(None, 127, _int8, _int8_configuration),
-    "fp8": _Form(None, 448, _fp8, _fp8_configuration),
+    "nf4": _Form(group=_BLOCK, largest=1, parts=_nf4, configuration=_nf4_configuration),
+    "int8": _Form(group=None, largest=127, parts=_int8, configuration=_int8_configuration),
+    # 448 is the largest number of e4m3.
+    "fp8": _Form(group=None, largest=448, parts=_fp8, configuration=_fp8_configuration),
 }
 _CODE_DTYPES: Final = ("int8", "fp8")
-"""The formats whose codes have this dtype in the file; the codes of nf4 are u8."""
+"""The formats whose codes have, in the file, a dtype of the format's name; those of nf4 are u8."""
 FORMATS: Final = tuple(_FORMS)
 """The formats of `quantize_folder`."""

@@ -1,4 +1,9 @@
-"""Settings of the device, the precision and the memory of a run."""
+"""Settings of the device, the precision and the memory of a run.
+
+In a `Setting`, `rare` leaves the setting out of the short help, `free` lets a resumed run change
+it, `above` excludes `low` itself, `bare` is the value of a flag without a value, and `synonyms` and
+`spellings` are other tools' names of the setting and of its values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ PRECISION_SPELLINGS: Final = {
     "float_16": "f16",
     "bfloat_16": "bf16",
 }
-"""Maps other tools' names of precisions, in lower case, to the names here."""
+"""Maps other tools' names of precisions, in lower case, to the names here; "no" is accelerate's."""
 SAME: Final = "same"
 """The value of a precision setting that leaves weights in the dtype of computation, unquantized."""
 STORED: Final = "stored"
@@ -39,6 +44,8 @@ PEERS: Final = "peers"
 DEVICE: Final = "device"
 """The value of `optimizer_states` that means the memory of the device."""
 CHECKPOINTING: Final = ("none", "full", "selective", "offload")
+"""The kinds of checkpointing: keep all activations; keep only the inputs of blocks; keep also what
+is expensive to recompute; keep the inputs of blocks in host memory."""
 
 
 class Streaming(TypedDict):
@@ -53,6 +60,8 @@ class Machine(Group):
     """Device, precision, memory."""
 
     section: ClassVar[str] = sections.MACHINE
+    # Each condition has the names of settings, when they have an effect for a configuration `c`,
+    # and the flags to name in the error if they have none.
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("cuda_graphs", "stream_blocks", "stream_modulation", "stream_from"),
@@ -66,7 +75,7 @@ class Machine(Group):
         ),
         Condition(
             ("stream_from",),
-            # None is undecided: the plan may stream.
+            # None is undecided: the run's plan, which it chooses to fit into memory, may stream.
             lambda c: c.stream_blocks != 0 or c.stream_modulation is not False,
             "--stream-blocks or --stream-modulation",
         ),

@@ -11,7 +11,7 @@ convolution), or "rows N" (the key stacks three parameters, and N is 0, 1 or 2).
 with as many layers as this SDXL. It comes from a comparison of a model with the output of
 diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of the
 parameters of the full-size SDXL's UNet in diffusers, in the format of `folded` in
-transformers/make_diffusers.py.
+tests/golden/transformers/make_diffusers.py.
 """
 
 import copy
@@ -33,6 +33,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 HERE = Path(__file__).parent
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 LINEAR = [*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]
+# The number of tokens, the width of the pooled text features, and the width of the other text
+# features, which is the sum of the hidden sizes of the text encoders: 8 + 12.
 VOCABULARY, POOLED, CONTEXT = 200, 12, 20
 # The seeds of models and of adapters. With this seed of adapters, errors in bf16 are at most about
 # half of what the tests allow.
@@ -61,7 +63,7 @@ def store(model: Module, folder: str) -> None:
 def save(
     name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors of a case; compress the file if it has metadata."""
+    """Write tensors of a case; compress the file if it has metadata, as those of adapters have."""
     tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
     if metadata is None:
         save_file(tensors, HERE / f"{name}.safetensors")
@@ -78,7 +80,16 @@ def adapter_case(
     targets: list[str],
     **options: bool,
 ) -> None:
-    """Save results with a peft adapter: an output, its gradients, the losses of four steps."""
+    """Save results with a peft adapter: an output, gradients of its loss, the losses of four steps.
+
+    Args:
+        name: the name of the case.
+        model: the model, which gets the adapter.
+        call: computes the model's output for the input `x` and further inputs.
+        x: the input whose gradient is saved.
+        targets: the names of the layers that get an adapter.
+        options: further arguments of `LoraConfig`.
+    """
     torch.manual_seed(ADAPTER_SEED)
     model.requires_grad_(False)
     config = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **options)
@@ -86,6 +97,7 @@ def adapter_case(
     parameters = {}
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
+            # peft's name of the adapter, "default", is no part of the keys in files.
             parameters[key.replace(".default", "")] = parameter
             with torch.no_grad():
                 if "magnitude" in key:
@@ -116,7 +128,11 @@ def adapter_case(
 
 
 def unet() -> None:
-    """Save the UNet and adapters on it; up-sampling must restore the odd size of the latents."""
+    """Save the UNet and adapters on it.
+
+    The latents of 10 x 7 are halved twice, to 5 x 4 and 3 x 2. Up-sampling must restore the odd
+    sizes.
+    """
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,
@@ -129,6 +145,7 @@ def unet() -> None:
         "use_linear_projection": True,
         "addition_embed_type": "text_time",
         "addition_time_embed_dim": 6,
+        # Six time ids of six features each, and the pooled text features.
         "projection_class_embeddings_input_dim": 6 * 6 + POOLED,
     }
     model = randomized(UNet2DConditionModel(sample_size=16, **sizes))
@@ -139,6 +156,7 @@ def unet() -> None:
         "timestep": torch.tensor([3, 501, 980]),
         "encoder_hidden_states": torch.randn(3, 9, CONTEXT),
         "text_embeds": torch.randn(3, POOLED),
+        # Original height and width, top and left of the crop, target height and width.
         "time_ids": torch.tensor(
             [
                 [1024.0, 768, 0, 16, 1024, 768],
@@ -183,7 +201,7 @@ def autoencoder() -> None:
         "latent": latent,
         "decoded": model.decode(latent).sample,
     }
-    model.enable_tiling()  # tiles of sample_size
+    model.enable_tiling()  # tiles of `sample_size` px, so that the image has several
     case |= {
         "tiled_mean": model.encode(image).latent_dist.mean,
         "tiled_decoded": model.decode(latent).sample,
@@ -196,6 +214,7 @@ def text_encoders() -> None:
 
     With this id, transformers takes the largest id of a text as its end token: VOCABULARY - 1.
     """
+    # Three texts of 17 tokens without special tokens; then end tokens from position 5, 9 and 16 on.
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {

@@ -1,4 +1,4 @@
-"""Shows the tokens of examples: which of them are learnt, and where an answer stops."""
+"""Shows the tokens of examples for a terminal: which are learnt, and where an answer stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 # Kinds of tokens: not learnt; learnt; learnt, and a stop token.
 _GIVEN, _LEARNT, _STOP = range(3)
-# The terminal's codes, or the brackets, before and after tokens of each kind.
+# The terminal's codes for colours, or the brackets, before and after tokens of each kind. Tokens
+# that are not learnt have no brackets.
 _COLOURS: Final = {_GIVEN: ("\x1b[2m", "\x1b[0m"), _LEARNT: ("\x1b[32m", "\x1b[0m"),
                    _STOP: ("\x1b[1;35m", "\x1b[0m")}  # fmt: skip
 _MARKS: Final = {_GIVEN: ("", ""), _LEARNT: ("[+", "+]"), _STOP: ("[!", "!]")}
@@ -38,6 +39,7 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
         colour: whether to mark the kinds with a terminal's colours instead of brackets.
     """
     marks = _COLOURS if colour else _MARKS
+    # The kind of each token; `stops` has the indices of the stop tokens.
     kinds = [_LEARNT if learnt else _GIVEN for learnt in example.learnt]
     for index in example.stops:
         kinds[index] = _STOP
@@ -51,12 +53,15 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
     """Return the text of each token; tokens that share a character have one text together."""
+    # The tokens since the last complete character.
     pieces, waiting = [], []
     for token in ids:
         waiting.append(token)
+        # `special` keeps special tokens in the text.
         text = tokenizer.decode(waiting, special=True)
         # The replacement character stands for a character whose last token is still missing.
         if "\ufffd" not in text:
+            # Some tokens have no text; their names are shown instead.
             pieces.append(text or tokenizer.token(token))
             waiting = []
     if waiting:

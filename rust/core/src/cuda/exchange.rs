@@ -1,5 +1,5 @@
 //! Orders the work of this library and of libraries with which it shares memory by DLPack. Those libraries queue their
-//! work in streams of their own. A *consumer* is a library that uses this library's tensors. Here, a variable or argument
+//! work in streams of their own. A *consumer* is a library that uses this library's tensors. A variable or argument
 //! `consumer` is the handle of the consumer's stream.
 
 use std::sync::{Mutex, PoisonError};

@@ -5,9 +5,10 @@
 //! A function that computes the same as a function of [`cpu`](crate::cpu) has the same name and arguments, except that
 //! elementwise functions take a [`Kernel`] in place of a Rust function. The tensors of a call are on one CUDA device.
 //! Kernels go to the device's one stream in the order of the calls; some copies have a stream of their own (see
-//! `copies.rs`). No function that computes waits for the device. Shapes are arguments of the launches: if kernels read them
-//! from device memory, each launch would need a copy before it. f16 and bf16 are storage formats: kernels convert their elements to f32, and compute and sum in
-//! f32. How a sum is split into partial sums depends on the tensors' sizes alone, so runs are repeatable.
+//! `copies.rs`). No function that computes waits for the device. Shapes are arguments of the launches, so that no
+//! launch needs a copy to the device before it. f16 and bf16 are storage formats: kernels convert their elements to
+//! f32, and compute and sum in f32. How a sum is split into partial sums depends on the tensors' sizes alone, so runs
+//! are repeatable.
 
 mod board; // device memory in which kernels report ids out of range
 pub mod communicator;

@@ -78,7 +78,7 @@ const SHAPES: [Shape; 9] = [
 fn attention_of_the_models_equals_the_cpu() {
     let device = gpu().unwrap();
     for Shape { model, queries, keys, heads, width, is_causal, is_packed } in SHAPES {
-        // The inputs, rounded to bf16 and then to f16, are exact in every dtype, so that all dtypes share one reference.
+        // The inputs, rounded to bf16 and then to f16, are exact in every dtype, so all dtypes share one reference.
         let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
         let attend = |x: &[Tensor]| separate(x, heads, is_causal);
@@ -155,10 +155,10 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
         let attend = |x: &[Tensor]| separate(x, heads, false);
-        // Fill with NaN the memory that the kernels will reuse. On an H100, with 132 multiprocessors and two partial sums
-        // for the thread block of each, these are: the partial sums of the forward pass for widths up to 64 (tiles of 192
-        // queries) and up to 128 (tiles of 128 queries), with two more numbers per query for its softmax; those of the
-        // backward pass (keys and values of a tile of 128 keys); and the sums for the gradients of the queries.
+        // Fill with NaN the memory that the kernels will reuse. On an H100, with 132 multiprocessors and two partial
+        // sums for the thread block of each, these are: the partial sums of the forward pass for widths up to 64 (tiles
+        // of 192 queries) and up to 128 (tiles of 128 queries), with two more numbers per query for its softmax; those
+        // of the backward pass (keys and values of a tile of 128 keys); and the sums for the gradients of the queries.
         for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
             drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
         }
@@ -215,10 +215,10 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads one after the other in memory (`heads_outside`), heads that are adjacent at each position (`heads_inside`), and
-/// rotated pairs of both kinds (adjacent features if `interleaved`, else features half a width apart): at the models'
-/// widths (64 to 256), at widths that are read one element at a time (2, 210), and at widths that do not fit into the
-/// registers of a warp (210, 1104, 1200).
+/// Heads one after the other in memory (`heads_outside`), heads that are adjacent at each position (`heads_inside`),
+/// and rotated pairs of both kinds (adjacent features if `interleaved`, else features half a width apart): at the
+/// models' widths (64 to 256), at widths that are read one element at a time (2, 210), and at widths that do not fit
+/// into the registers of a warp (210, 1104, 1200).
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
@@ -247,8 +247,7 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
             let heads_inside = |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
             let heads_outside =
                 |x: &[Tensor]| norm_and_rotate(&x[0].transpose(1, 2)?.contiguous()?, x.get(1))?.transpose(1, 2);
-            let what =
-                format!("{} {length} of {heads} heads of {width}, interleaved {interleaved}", dtype.as_str());
+            let what = format!("{} {length} of {heads} heads of {width}, interleaved {interleaved}", dtype.as_str());
             let expected = in_f64(&heads_inside, &inputs);
             compare_with(&what, &heads_inside, &expected, &inputs, &device, tolerance);
             compare_with(&format!("{what}, heads outside"), &heads_outside, &expected, &inputs, &device, tolerance);

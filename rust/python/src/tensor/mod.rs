@@ -1,8 +1,8 @@
 //! The class `Tensor`: properties and Python's protocols. Operations are in the other files of this folder.
 //!
 //! `compute`, `reading` and `catch_panics` run a function of the core and convert its panics to errors. `compute` also
-//! releases the GIL if the given number of elements is large, and `reading`, for functions that copy values to the host,
-//! if the tensor is on a GPU or large.
+//! releases the GIL if the given number of elements is large. `reading`, for functions that copy values to the host,
+//! releases it if the tensor is large or on a GPU.
 
 mod arithmetic;
 mod convert;

@@ -58,8 +58,8 @@ impl Avx512 {
         }
     }
 
-    /// Looks up the values of the first 64 codes. Each of a value's four bytes comes from a separate table of 256 bytes:
-    /// `planes[i]` has byte i, from the lowest, of the value of each code.
+    /// Looks up the values of the first 64 codes. Each of a value's four bytes comes from a separate table of 256
+    /// bytes: `planes[i]` has byte i, from the lowest, of the value of each code.
     ///
     /// This is faster than gathers, because a gather of 16 values takes 16 loads, whereas one `vpermi2b` looks up 64
     /// bytes in half of a table.
@@ -241,8 +241,8 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m512i; 4]) -> bool {
-        // Compares the 16-bit halves of all elements. The lower half is the fraction; the upper half, which has the whole
-        // part, is never below the limit.
+        // Compares the 16-bit halves of all elements. The lower half is the fraction; the upper half, which has the
+        // whole part, is never below the limit.
         let smaller = |a, b| intrinsics!(_mm512_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
@@ -251,8 +251,8 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn write<const SIGNED: bool>(self, numbers: [__m512i; 4], values: [__m512; 4], codes: &mut [u8]) {
-        // A number n is the position of a magnitude in the codebook. Without `SIGNED`, n is the code. With `SIGNED`, the
-        // code is ZERO + n for a positive value and ZERO - n for a negative one.
+        // A number n is the position of a magnitude among those of the codebook, from 0 for zero. Without `SIGNED`, n
+        // is the code. With `SIGNED`, the code is ZERO + n for a positive value and ZERO - n for a negative one.
         let (codes, _) = codes[..4 * WIDTH].as_chunks_mut::<WIDTH>();
         for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
             // SAFETY: the processor has the instructions; 16 bytes are stored to a slice of 16.
