@@ -138,6 +138,7 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
         weights = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
         losses = {}
         for grid in (None, *GRIDS):
+            # The linear layers of the blocks have names with `_proj`; only they are rounded.
             served = rounded(weights, grid, lambda key: key.endswith("_proj.weight"), adapter)
             tc.save_file(served, merged / "model.safetensors")
             served_task = families.load("causal-lm", merged, "f32", given.device, config)
@@ -148,6 +149,7 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
 
 def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Train in each way; return the held-out losses, by way and by form of the trained model."""
+    # The settings that distinguish each way, by the name of the way.
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
@@ -170,6 +172,7 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
 def w8a8(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Train over each base with each kind of products; return final losses by name of the run."""
     found = {}
+    # A base in "same" is not quantized, so it has no codes.
     for base in ("same", "int8", "fp8"):
         for codes in (False,) if base == "same" else (False, True):
             name = f"{base}, {'codes' if codes else 'values'}"
@@ -183,7 +186,8 @@ def report(results: list[dict[str, dict[str, float]]]) -> None:
     """Print means over seeds with standard errors, and gaps to the plain merged model's loss.
 
     Args:
-        results: for each seed, the losses by way of training and by form of the model (or kind).
+        results: for each seed, the losses by way of training (a row) and by column. For `qat`, a
+            column is a form of the trained model; for `w8a8`, it is "training" or "held-out".
     """
     root_count = math.sqrt(len(results))
     for name, columns in results[0].items():

@@ -34,8 +34,10 @@ def train(device: str) -> tuple[float, int]:
     device = tc.distributed.init(device)
     rank, size = tc.distributed.rank(), tc.distributed.world_size()
 
-    images, _ = digits.split(digits.load())
-    tc.manual_seed(rank)  # The weights differ between processes until the broadcast.
+    images, _ = digits.split(digits.load())  # the held-out part is not used
+    # Another seed in each process, to show that the broadcast is enough: it gives all processes the
+    # initial weights of process 0.
+    tc.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     parameters = model.parameters()
     tc.distributed.broadcast_(parameters)

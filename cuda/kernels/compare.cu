@@ -2,7 +2,8 @@
 //
 // `compare_<dtype>(y, a, b, tensors, relations)`: for each element, y = 1 if the relation of a to b is among `relations`, else 0.
 // `relations` is the sum of any of LESS, EQUAL, GREATER and UNORDERED. a and b are UNORDERED if either is NaN. 0 and -0 are EQUAL.
-// `tensors` has the strides of y, a and b.
+// `tensors` has the shape of y, a and b, their strides (in this order), the number of elements of each (`count`), and the number of
+// elements for each thread (`width`).
 // Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
@@ -22,6 +23,7 @@ template <typename T> struct Compare {
     const T *a, *b;
     uint32_t relations;
 
+    // Compares N neighbouring elements of the last axis: those from `offsets` on, of y, a and b.
     template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
         const Pack<T, N> x = load<N>(a + offsets[1], strides[1]), other = load<N>(b + offsets[2], strides[2]);
         Pack<uint8_t, N> holds;

@@ -2,14 +2,15 @@
 // SwiGLU, f is SiLU.
 //
 // A row of x (rows, 2 width) has h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x, has its shape.
-// Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
-// results.
+// Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; WIDE is the number of elements in
+// 16 bytes. Any grid gives the same results.
 
 #include "functions.cuh"
 #include "rows.cuh"
 
 namespace {
 
+// N is the number of elements of a pack: of h, of the gate and of y, which a thread loads and stores at once.
 template <typename T, int N, typename F>
 __device__ __forceinline__ void forward(const T *x, T *y, uint64_t rows, uint32_t width) {
     const uint32_t packs = width / N;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
         Acc<T> to_h[N], to_gate[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            Acc<T> value, slope;
+            Acc<T> value, slope; // f and its derivative, at the gate
             F::template both<T>(widen(gate.values[i]), value, slope);
             to_h[i] = widen(g.values[i]) * value;
             to_gate[i] = widen(g.values[i]) * widen(h.values[i]) * slope;

@@ -1,11 +1,16 @@
-// The second of the two low-rank products (low_rank.cu) of adapted linear maps, where hidden exists already: dst += scale · hidden · up,
-// for several maps in one launch. At thousands of rows, this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this
-// speed, and adds the products of the maps one after the other.
+// The second of the two low-rank products of linear maps with LoRA: dst += scale · hidden · up, for several maps in one launch. The first
+// product, hidden = input · down, exists already (low_rank.cu computes both). In the forward pass, dst is a map's result. In the backward
+// pass, dst is the gradient of the map's input, hidden is the gradient of the result times LoRA's factor `up`, and the factor `down` takes
+// the place of `up` in this file.
+//
+// At thousands of rows, this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this speed, and adds the products of
+// the maps one after the other.
 #include "low_rank.cuh"
 
 namespace {
 
-// A warp handles COLUMNS columns and STEPS times TILE rows of dst. (The tiles that TILES counts are not of rows, but of 16 ranks.)
+// A warp handles COLUMNS columns of dst, and STEPS times TILE rows. (TILES, the parameter of the functions below, counts other tiles: those
+// of 16 ranks, over which the product sums.)
 constexpr int COLUMNS = 32, WARPS = 8, TILE = 16, STEPS = 2;
 constexpr int MOST_TILES = 4, MOST_SUMS = 4;
 
@@ -26,8 +31,8 @@ struct LowRankSums {
     LowRankSum list[MOST_SUMS];
 };
 
-// `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix. `up` is stored as (outer, rank) in the
-// forward pass and as (rank, outer) in the backward pass.
+// `rows` is the number of rows of dst and hidden. `*_row` is the distance in elements between the starts of two neighbouring rows of a
+// matrix. `up` is stored as (outer, rank) in the forward pass and as (rank, outer) in the backward pass.
 struct LowRankAddSizes {
     uint32_t rows, hidden_row, up_row, dst_row;
     float scale;
@@ -36,7 +41,8 @@ struct LowRankAddSizes {
 // How many blocks a multiprocessor must have room for at a time. More tiles need more registers, so fewer blocks fit.
 template <int TILES> constexpr int BLOCKS = TILES == 1 ? 4 : 2;
 
-// include/low_rank.cuh says which of the warp's columns a thread has. All loads start before the first product.
+// A thread, with g = lane / 4 and t = lane % 4, has the columns 8t to 8t + 7 of the warp's 32, and the rows g and g + 8 of each 16 (its two
+// halves). It loads the ranks 4t to 4t + 3 of hidden. include/low_rank.cuh explains this order. All loads start before the first product.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowRankAddSizes &sizes) {
     const LowRankSum *sum = sums.list;
@@ -76,8 +82,8 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint32_t row = first + step * TILE + 8 * half;
-            // Adds to word `i` of dst, which holds the thread's columns 2i and 2i + 1. Their sums are in the results of the products
-            // 2i % 4 and 2i % 4 + 1.
+            // Returns word `i` of dst, whose old value is `two`, with the products added. The word has the thread's columns 2i and 2i + 1.
+            // Column 4 e + p of the thread is products[p][2 * half + e], so their sums are in products 2 (i % 2) and 2 (i % 2) + 1.
             const auto add = [&](uint32_t two, int i) {
                 const T *old = reinterpret_cast<const T *>(&two);
                 const int from = 2 * half + i / 2;

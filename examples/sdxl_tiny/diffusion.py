@@ -1,4 +1,4 @@
-"""Train the UNet and both text encoders together on cached latents, and draw samples."""
+"""Train a tiny SDXL, its UNet and both text encoders, on cached latents, and draw samples."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ class Latents:
     time_ids: torch.Tensor
     """SDXL's time ids: sizes and offsets of the crops, (N, 6)."""
     rows: torch.Tensor
-    """The row of each crop's first caption in the table of all captions, (N,)."""
+    """The row of each crop's first caption in the table of all captions (`caption_table`), (N,)."""
 
 
 def scheduler() -> EulerDiscreteScheduler:
@@ -138,7 +138,7 @@ def train(
         rows = torch.where(draw < CAPTION_DROPOUT, len(table[0]) - 1, rows)
         has_features = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            # All captions of the table: they are fewer than the samples.
+            # Encode all captions of the table rather than those of the samples: they are fewer.
             hidden, pooled = encode_texts(networks, table)
             conditions = {
                 "text_embeds": pooled[rows] * has_features[:, None],
@@ -154,15 +154,17 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
+        # An exponential average ignores the last argument, the number of averaged models.
         average(list(averaged.parameters()), list(networks.parameters()), 1)
         return loss.detach()
 
     run_step = captured(take_step) if cuda else take_step
+    # `smooth` is an average of the logged losses; the loss of an untrained model is about 1.
     start, step, progress, smooth = time.monotonic(), 0, 0.0, 1.0
     while progress < 1:
         progress = min(1.0, (time.monotonic() - start) / seconds)
         cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
-        # 500 steps of warm-up; then a cosine from the peak to 1 % of it.
+        # 500 steps of warm-up; then a cosine down to 1 % of the peak.
         current_rate.fill_(rate * min((step + 1) / 500, 0.01 + cosine))
         loss = run_step()
         if step % 50 == 0:

@@ -18,7 +18,10 @@ HUES = (
     ("purple", 255, 305),
     ("pink", 305, 345),
 )
-"""Colours with the hues where each begins and ends, in degrees; red ends at 375, which is 15."""
+"""Colours with the hues where each begins and ends, in degrees; red ends at 375, which is 15.
+
+Hues that belong to no colour, such as green, count as none.
+"""
 LEAST_SHARE = 0.08
 """A flower's colour is known if it covers more than this share of the image's middle."""
 
@@ -88,6 +91,7 @@ def main_colour(image: Image.Image) -> str:
     hue *= 360 / 256
     # Hue is in degrees from here on; saturation and value are in bytes.
     strong = (saturation > 100) & (value > 80)
+    # For each colour, the share of pixels that have it.
     shares = {
         name: float(np.mean(strong & (((hue - low) % 360) < high - low)))
         for name, low, high in HUES

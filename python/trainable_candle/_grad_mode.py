@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 from trainable_candle._core import set_grad_enabled as _switch
 
+# `_switch(mode)` sets whether this thread records, and returns the mode that it replaces.
+
 __all__ = ["enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,7 +49,10 @@ class _Decorator(ContextDecorator):
         return cast("F", wrapper)
 
     def _recreate_cm(self) -> Any:
-        """Return a new context; each call of a decorated function has its own."""
+        """Return a new context with the same mode; each call of a decorated function has its own.
+
+        `ContextDecorator` calls this method.
+        """
         raise NotImplementedError
 
 
@@ -55,6 +60,7 @@ class _GradMode(_Decorator):
     """Sets the mode on entry and restores the previous one on exit; may be nested and reused."""
 
     _enabled: bool
+    """The mode inside of the context: whether operations are recorded."""
 
     def __new__(cls, mode: Any = None) -> Any:
         """Make a context or, if `mode` is a function, decorate it (`@no_grad` alone)."""

@@ -1,6 +1,9 @@
 """CUDA calls of optimizers and of LoRA's gradients, on a simulated GPU that does not compute.
 
-Tests with the marker `gpu` compare values on a real GPU.
+The simulated libraries log the calls of a script, in which `mark(NAME)` divides the log: `after`
+returns the calls from a mark to the next one. `waits` are calls that make the host wait, and calls
+of the kind "refused" are those that failed. Tests with the marker `gpu` compare values on a real
+GPU.
 """
 
 from collections import Counter
@@ -45,7 +48,8 @@ SCALED = """scaler.scale(loss).backward()
         assert scaler.step(opt) is None
         scaler.update()"""
 
-# The kernels that a step launches once, whatever the number of variables.
+# For each optimizer, kernels with the number of their launches in a step, which is 1 whatever the
+# number of variables.
 OPTIMIZERS = {
     "SGD(parameters, lr=0.1, momentum=0.9)": {"sgd_prepare": 1, "sgd_step_f32_bf16": 1},
     "Adam(parameters, lr=0.1)": {"adam_prepare": 1, "adam_step_f32_bf16": 1},
@@ -90,6 +94,7 @@ def test_a_step_on_many_variables_has_few_launches(cuda: Any, optimizer: str) ->
             TRAIN.replace("OPTIMIZER", f"tc.optim.{optimizer}").replace("UPDATE", update)
         )
         assert run.of("refused") == []
+        # The steps before have allocated the memory and loaded the kernels.
         for name in ("step-2", "step-3"):
             step = run.after(name)
             assert step.waits == []
@@ -101,11 +106,13 @@ def test_a_step_on_many_variables_has_few_launches(cuda: Any, optimizer: str) ->
             if update == CLIPPED:
                 groups = 2 if "params" in optimizer else 1
                 expected |= {"gradient_norm_l2_f32": 1, "gradient_scale_f32": 1}
+                # The learning rate has changed, so each group gets its settings again.
                 expected |= {"optim_configure": groups}
             else:
                 expected |= {"gradient_norm_max_f32": 1, "loss_scale_update": 1}
             for kernel, count in expected.items():
                 assert launches[kernel] == count, (kernel, launches)
+            # The kernels of the steps also write the variables' bf16 copies, so no cast is left.
             assert not any(kernel.startswith("copy_f32_bf16") for kernel in launches), launches
 
 
@@ -113,7 +120,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     code = TRAIN.replace("OPTIMIZER", "tc.optim.AdamW(parameters, lr=0.1)")
     step = cuda.run(code.replace("UPDATE", CLIPPED)).after("step-3")
     calls = Counter((call["call"], call.fields.get("count")) for call in step.of("product"))
-    # One batched product gives the gradients of `down` in all six layers, another those of `up`.
+    # One batch of six products gives the gradients of `down` in all layers, another those of `up`.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
     # A layer has three products in the forward pass: base, `down` and `up`. In the backward pass,
     # a layer has one product for the gradient of the output of `down`, and two products for the
@@ -124,7 +131,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     assert not any(name.startswith("scale_in_place") for name in launches), launches
 
 
-def test_the_backward_pass_of_many_layers_has_four_products(cuda: Any) -> None:
+def test_the_backward_pass_of_many_layers_has_four_batches_of_products(cuda: Any) -> None:
     code = """
         tc.manual_seed(0)
         downs = [tc.Var(tc.randn(8, 64, device="cuda")) for _ in range(10)]
@@ -133,14 +140,16 @@ def test_the_backward_pass_of_many_layers_has_four_products(cuda: Any) -> None:
         xs = [tc.randn(128, 64, dtype="bf16", device="cuda") for _ in range(10)]
         for step in range(3):
             mark(f"step-{step}")
+            # Inputs and outputs have 64 features: `xs` are also the gradients of the outputs.
             tc.lora_backward_(xs, xs, downs, ups, 0.5)
         mark("end")
         assert all(var.grad.dtype == "f32" for var in downs + ups)
     """
     step = cuda.run(code).after("step-2")
     assert step.waits == []
+    # Each batch of ten products has a launch that writes the addresses of its matrices.
     assert Counter(step.launches) == {"write_addresses": 4}
-    # Two products give `x @ down` and `grad @ up`, two more give the gradients of the factors.
+    # Two batches give `x @ down` and `grad @ up`, two more give the gradients of the factors.
     assert [call["call"] for call in step.of("product")] == ["cublasGemmBatchedEx"] * 4
 
 

@@ -89,7 +89,16 @@ def run(
     graph: bool = False,
     peers: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run the script in `size` processes; return what each rank prints."""
+    """Run the script in `size` processes; return what each rank prints.
+
+    Args:
+        size: the number of processes.
+        blocks: how many blocks are streamed; with 0, all weights stay on the device.
+        quantize: the format of the quantized weights; None: they are not quantized.
+        device: "cpu" or "cuda".
+        graph: whether a CUDA graph is recorded and replayed.
+        peers: whether each process has a slice of the copy; otherwise the copy is in host memory.
+    """
     arguments = json.dumps([str(FLUX), blocks, quantize, device, graph, peers])
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
@@ -107,7 +116,10 @@ def run(
 
 
 def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """Assert that all processes map the same memory, and compute the same as without streaming."""
+    """Assert that all processes map the same memory, and compute the same as without streaming.
+
+    `found` are the outputs of the processes, `resident` that of a process without streaming.
+    """
     # One file has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
     assert all(output["mapped"] == found[0]["mapped"] for output in found)
@@ -138,7 +150,7 @@ def test_processes_read_slices_from_each_other(quantize: str | None) -> None:
         assert len(output["mapped"]) == 2 * 3
         assert output["mapped"] == found[0]["mapped"]
         # Together, the slices are as large as one copy, but the size of each file is rounded up to
-        # a multiple of 64 KiB: 2 files of one copy, and 2 * 3 files of slices.
+        # a multiple of 64 KiB: 2 files of one copy, and 2 * 3 files of slices. Sizes are in KiB.
         assert one_copy - 2 * 64 <= sum(output["mapped"].values()) <= one_copy + 2 * 3 * 64
 
 
@@ -173,6 +185,7 @@ def test_a_single_process_maps_no_shared_memory() -> None:
 
 
 def test_the_smallest_group_that_shares_memory_is_counted() -> None:
+    # The arguments are the names of the machines of all processes.
     assert least_sharing(["a", "a"]) == 2
     assert least_sharing(["a", "a", "b"]) == 1
     # Processes on machines without a name share nothing.

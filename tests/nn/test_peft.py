@@ -10,7 +10,9 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 
 GOLDEN = tc.load_file(Path(__file__).parents[1] / "golden" / "peft" / "peft.safetensors")
-SIZES = {  # (rank, alpha) of the first and of the second layer of each case
+# (rank, alpha) of the first and of the second layer of each case. In "pattern", peft takes those
+# of the second layer from `rank_pattern` and `alpha_pattern`.
+SIZES = {
     "lora": [(3, 2), (3, 2)],
     "rslora": [(3, 2), (3, 2)],
     "dora": [(3, 2), (3, 2)],

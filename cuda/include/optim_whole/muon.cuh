@@ -1,4 +1,5 @@
-// Muon. `orthogonalize` in rust/nn/src/optim/muon.rs explains why the iteration needs only small square matrices.
+// The step of the optimizer Muon for one variable, computed by one block of threads: the update is the momentum, made orthogonal by the
+// Newton-Schulz iteration. `orthogonalize` in rust/nn/src/optim/muon.rs explains why the iteration needs only small square matrices.
 #pragma once
 
 #include "elements.cuh"
@@ -49,7 +50,7 @@ static __device__ __forceinline__ void muon_vector(const Elements<G, C> &element
         mean[i] += gain1 * (g - mean[i]);
         square[i] = square[i] * beta2 + gain2 * g * g;
         elements.set(i, elements.param(i) * decay - step_size * mean[i] / (sqrtf(square[i]) / root + eps));
-        elements.clear(i);
+        elements.clear(i); // sets the gradient to 0, if the step is to do so
     });
 }
 
@@ -95,7 +96,8 @@ static __device__ __forceinline__ void muon(const Elements<G, C> &elements, cons
     const float a = static_cast<float>(settings.more[COEFFICIENT_A]), b = static_cast<float>(settings.more[COEFFICIENT_B]);
     const float c = static_cast<float>(settings.more[COEFFICIENT_C]);
     // Each iteration multiplies the matrix from the left by factor = a I + b gram + c gram². `power` is the product of all factors so far,
-    // so the matrix is power x. `gram` is the matrix times its transpose; the iteration turns it into factor gram factor.
+    // so the matrix is power x. `gram` is the matrix times its transpose; the iteration turns it into factor gram factor, because
+    // factor is symmetric.
     const uint32_t steps = static_cast<uint32_t>(settings.more[NS_STEPS]);
     for (uint32_t step = 0; step < steps; ++step) {
         product(side, side, side, elements_of(gram), elements_of(gram), [&](uint32_t i, uint32_t j, float sum) {

@@ -21,6 +21,9 @@ How a folder becomes batches::
         batch.loss_weights  # (B,) f32
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
+`output` is the run's folder, and `note` a message for the user, or None. `path` is the file or
+folder of the encoder: the cache's entries depend on its contents.
+
 B is the number of examples in a batch; h and w are the height and width of its images, px.
 `encode` takes the pixels of n images, uint8 of shape (n, h, w, 3); `encode_text` takes n captions.
 Both return a dict of tensors, whose first dimension is n. A batch depends only on the data set, the

@@ -273,7 +273,7 @@ class _Workers:
             return
         # Rank 0 writes an empty file, which the other machines must see in their folder.
         name = f".shared-{secrets.token_hex(8)}"
-        ray.get(rank_0.leave.remote(output, name))
+        ray.get(rank_0.write_mark.remote(output, name))
         try:
             ranks = sorted(rank_of.values())
             seen = ray.get([self._actors[rank].sees.remote(output, name) for rank in ranks])

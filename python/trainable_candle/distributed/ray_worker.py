@@ -92,14 +92,17 @@ class Worker:
             port: int = free.getsockname()[1]
             return port
 
-    def leave(self, output: str, name: str) -> None:
+    # The next three methods find out whether the machines share the output folder: one machine
+    # writes a file there, and the others look for it.
+
+    def write_mark(self, output: str, name: str) -> None:
         """Write an empty file with the given name into the output folder."""
         folder = Path(output).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
 
     def sees(self, output: str, name: str) -> bool:
-        """Return whether this machine sees the file that `leave` wrote on another.
+        """Return whether this machine sees the file that `write_mark` wrote on another.
 
         Wait a few seconds for the file.
         """
@@ -110,15 +113,15 @@ class Worker:
         return path.exists()
 
     def remove(self, output: str, name: str) -> None:
-        """Remove the file that `leave` has written on this machine."""
+        """Remove the file that `write_mark` has written on this machine."""
         (Path(output).expanduser() / name).unlink(missing_ok=True)
 
     def has_checkpoint(self, output: str) -> bool:
-        """Return whether there is a checkpoint to continue from."""
+        """Return whether the output folder has a checkpoint to continue from."""
         return bool(checkpoints(Path(output).expanduser()))
 
     def stop(self) -> None:
-        """Make all processes save and end after the current step."""
+        """Ask the run to stop: all processes save and end after the current step."""
         self._stop_requested.set()
 
     def run(self, config: TrainConfig, world: World | None) -> Outcome:
@@ -143,7 +146,10 @@ class Worker:
 
 
 class _StopIfSet(Callback):
-    """Stops the run when an event is set; all processes end after the same step."""
+    """Stops the run when an event is set.
+
+    The processes agree on stopping, so all of them end after the same step.
+    """
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
@@ -166,6 +172,7 @@ class _ProgressLines(Callback):
         if now - self._printed_at < _LINE_SECONDS and report.step < trainer.steps:
             return
         self._printed_at = now
+        # The unit of the rate depends on the task: images or tokens.
         speed = f", {report.rate:.3g} a second" if report.amount else ""
         _print_line(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
 

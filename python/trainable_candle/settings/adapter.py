@@ -1,4 +1,9 @@
-"""Settings of the adapters: their kind, layers and files; also the layer of CLIP to read."""
+"""Settings of the adapters: their kind, layers and files; also the layer of CLIP to read.
+
+In a `Setting`, `rare` keeps the setting out of the short help, `free` lets a resumed run change it,
+and `above` excludes the bound `low` itself. A `Condition` has names of settings, when they have an
+effect, and the flags that give them an effect, for the message if they have none.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +53,7 @@ class Adapter(Group):
         ),
         Condition(("qat_activations",), lambda c: c.qat in EIGHT_BITS, "--qat int8 or fp8"),
     )
+    # Checks `init` and `qat`.
     contradictions: ClassVar = (contradiction,)
 
     adapter: Annotated[

@@ -12,7 +12,7 @@ use trainable_candle_nn::adapter::{AdapterSet, LayerValues, LoraConfig, OftSide}
 use trainable_candle_nn::conv::weight_from_file;
 use trainable_candle_nn::{Conv2d, Linear, Module, Visitor};
 
-/// A network with a convolution, a 1×1 convolution and a linear layer.
+/// The network of `make_layers.py`: a convolution, a 1×1 convolution and a linear layer, with 8, 12 and 10 outputs.
 struct Net {
     conv: Conv2d<Tensor>,
     pointwise: Conv2d<Tensor>,
@@ -63,7 +63,7 @@ impl Golden {
         let mut tensors: BTreeMap<String, Tensor> = load_tensors(&path, &Device::Cpu).unwrap();
         let mut scales: BTreeMap<String, f64> = serde_json::from_str(&metadata["scales"]).unwrap();
         tensors.extend(load_tensors(&folder.join("oft.safetensors"), &Device::Cpu).unwrap());
-        // OFT has no scale.
+        // The cases of `make_oft.py`. OFT has no scale.
         scales.extend(["oft", "oft_series", "oft_terms", "oft_outputs"].map(|case| (case.to_owned(), 1.0)));
         Self { tensors, scales }
     }
@@ -84,7 +84,8 @@ impl Golden {
     /// The adapters of a case by layer, in the layout of adapter files.
     fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
         let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
-        // As in `make_oft.py`; 5 is peft's default.
+        // The number of terms of the series that replaces the Cayley transform of OFT, as in `make_oft.py`; 5 is peft's
+        // default. None: the transform itself.
         let cayley_neumann_terms = match case {
             "oft_series" => Some(5),
             "oft_terms" => Some(3),
@@ -157,6 +158,7 @@ fn values_gradients_and_merged_weights_equal_the_references() {
 #[test]
 fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_identity() {
     let golden = Golden::load();
+    // The ranks and the other settings are those of the cases in `make_layers.py` and `make_oft.py`.
     let base =
         LoraConfig { r: 3, target_modules: vec!["all-linear".into(), "all-conv".into()], ..LoraConfig::default() };
     let lycoris = |adapter: &str| LoraConfig { r: 2, adapter: adapter.into(), ..base.clone() };
@@ -237,8 +239,9 @@ fn oft_rotates_outputs_of_every_layer_but_inputs_of_linear_layers_only() {
     let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
     assert_eq!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before), 0.0);
     let dims: Vec<_> = set.layers().unwrap().iter().map(|layer| layer.parameters[0].1.dims().to_vec()).collect();
-    // The layers have 8, 12 and 10 outputs. The block size is the divisor of the number of outputs that is nearest to
-    // the requested size 3.
+    // Each shape is (blocks, size, size). The layers have 8, 12 and 10 outputs. The size is the divisor of the number
+    // of outputs that is nearest to the requested size 3. For 8 outputs, 2 and 4 are equally near, and the smaller one
+    // is taken.
     assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
 }
 

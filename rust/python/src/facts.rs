@@ -1,4 +1,5 @@
-//! The contents of checkpoints, and the names that options accept.
+//! Python functions that read what checkpoints contain, without their weights, and that list the names that options
+//! accept.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -142,7 +143,8 @@ impl PartFacts {
         stream_blocks: Integer,
         stream_modulation: bool,
     ) -> Result<usize> {
-        Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
+        let (on_device, _) = self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?;
+        Ok(on_device)
     }
 
     /// Return how many bytes the streamed weights take in host memory, as a pair: those of the blocks, and those of the
@@ -155,7 +157,7 @@ impl PartFacts {
         stream_blocks: Integer,
         stream_modulation: bool,
     ) -> Result<(usize, usize)> {
-        let streamed = self.bytes("streamed_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.1;
+        let (_, streamed) = self.bytes("streamed_bytes", dtype, quantize, (stream_blocks, stream_modulation))?;
         Ok((streamed.blocks, streamed.modulation))
     }
 
@@ -177,14 +179,16 @@ impl PartFacts {
     /// The number of blocks that `stream_blocks` can keep in host memory.
     #[getter]
     fn blocks(&self) -> usize {
-        self.0.streamable().0
+        let (blocks, _has_modulation) = self.0.streamable();
+        blocks
     }
 
     /// Whether the model has separate layers, which compute the blocks' modulation, whose weights `stream_modulation`
     /// can keep in host memory.
     #[getter]
     fn has_modulation(&self) -> bool {
-        self.0.streamable().1
+        let (_blocks, has_modulation) = self.0.streamable();
+        has_modulation
     }
 
     /// Return the number of floating-point operations of a forward pass over one sample, without adapters, as a pair:
@@ -420,7 +424,7 @@ pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
     ])
 }
 
-/// A JSON object as a dict.
+/// A JSON object, which Python gets as a dict.
 pub struct Json(Value);
 
 impl<'py> IntoPyObject<'py> for Json {

@@ -137,7 +137,8 @@ def unquantized_layers(folder: Path) -> set[str]:
     return {
         key.removesuffix(".weight")
         for key, tensor in stored.items()
-        if key.endswith(".weight") and tensor.ndim == 2 and str(tensor.dtype) != "u8"  # Codes.
+        # Codes are u8.
+        if key.endswith(".weight") and tensor.ndim == 2 and str(tensor.dtype) != "u8"
     }
 
 

@@ -13,7 +13,8 @@ from trainable_candle.errors import ArgumentError
 
 from .conftest import GOLDEN, KINDS, Family
 
-# What ComfyUI does not read from the files of the tiny models.
+# For each family, settings of ComfyUI's model that ComfyUI cannot derive from the files of the tiny
+# model, because it assumes those of the published model.
 UNETS: dict[str, dict[str, Any]] = {
     "sd3": {},
     "flux": {"axes_dim": [4, 6, 6], "num_heads": 2},
@@ -61,6 +62,7 @@ def compare(
     """A function that compares ComfyUI with the report on a file and with the merged model."""
 
     def checkpoint(path: Path, adapter: Path | None) -> Path:
+        """Write the transformer, with `adapter` merged into it if given; return the file."""
         model = load()
         if adapter:
             model.load_adapter(adapter)
@@ -87,6 +89,8 @@ def test_comfyui_loads_what_verify_says(
     compare: Callable[[Path], tc.AdapterReport], tmp_path: Path, kind: str, form: str | None,
 ) -> None:  # fmt: skip
     path = tmp_path / "adapter.safetensors"
+    # The default format (None) has diffusers' names, by which ComfyUI does not know some layers. It
+    # is tested without them; the format diffusers is tested with them.
     exclude = [] if form else list(family.native)
     adapter = attach(load(), kind, exclude_modules=exclude)
     path = tmp_path / "adapter" if form == "peft" else path
@@ -127,7 +131,7 @@ def test_comfyui_knows_the_names_that_verify_says(
         module = STYLES[style].format(layer=layer, flat=layer.replace(".", "_"))
         found[f"{module}.{ends[end[0]]}.weight"] = tensor
         if has_alpha:
-            found[f"{module}.alpha"] = tc.tensor(3.0)
+            found[f"{module}.alpha"] = tc.tensor(3.0)  # any number but the rank
     tc.save_file(found, path)
     compare(path)
 
@@ -135,6 +139,7 @@ def test_comfyui_knows_the_names_that_verify_says(
 def published(file: str) -> dict[str, list[int]]:
     """The shapes of the parameters of a published model by name."""
     found = {}
+    # A `*` in a name stands for each of the `numbers`, those of the blocks.
     for name, shape, numbers in json.loads((GOLDEN / "full_size" / f"{file}.json").read_text()):
         for number in numbers or [0]:
             found[name.replace("*", str(number))] = shape
@@ -165,6 +170,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, list[int]]]] = {
 def test_comfyui_knows_the_layers_of_the_published_model(
     family: Family, comfyui: Any, tmp_path: Path, style: str
 ) -> None:
+    # `marks` are the parameters by which ComfyUI recognizes the model; empty if it converts names.
     file, marks = PUBLISHED[family.name]
     shapes = published(file)
     if family.name == "chroma":
@@ -179,12 +185,13 @@ def test_comfyui_knows_the_layers_of_the_published_model(
             if match := re.match(r"(single_)?transformer_blocks\.(\d+)\.", name):
                 norm = "single_blocks.{}.norm" if match[1] else "double_blocks.{}.img_attn.norm"
                 given[f"{norm.format(match[2])}.key_norm.scale"] = [128]
+    # The shape of each layer's weight by the name that ComfyUI knows in adapter files.
     known = comfyui.ask({"shapes": given})
     weights = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
     layers = {
         name.removesuffix(".weight"): shape for name, shape in weights.items() if len(shape) == 2
     }
-    tensors, names = {}, {}
+    tensors, names = {}, {}  # the adapter file; layers by their names in the file
     for layer, (rows, columns) in layers.items():
         name = STYLES[style].format(layer=layer, flat=layer.replace(".", "_"))
         names[name] = layer

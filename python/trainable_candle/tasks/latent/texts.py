@@ -71,8 +71,11 @@ def prepare_texts(
         return Texts(tc.no_grad()(family.features)), {}
     with first_before_others(group):
         identity = family.text_identity()
+    # Without an identity, a cache would save no time.
     if identity is None:
         return Texts(family.features), {}
+    # The family gives each caption a size (`parts`), such as a number of rows of tokens. Captions
+    # of equal size are encoded together, as long as their sizes sum up to at most `encode_parts`.
     cache = TextCache(
         family.features,
         cache_options(config),
@@ -87,8 +90,8 @@ def prepare_texts(
         captions += [caption for batch in batches for caption in batch.captions]
     filled = cache.fill(captions, progress=True, report=report, group=group)
     report(f"captions: {filled}")
-    # If all captions were cached before, an earlier run has logged this note; then do not load the
-    # tokenizers only for it.
+    # If all captions were cached before (`filled.made` is 0), an earlier run has logged this note;
+    # then do not load the tokenizers only for it.
     truncated = [caption for caption in captions if filled.made and family.truncates(caption)]
     if truncated:
         report(

@@ -27,12 +27,14 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
-/// Does on a CUDA device what [`cpu::matmul`](crate::cpu::matmul) does on the CPU.
+/// Returns the matrix product of `a (..., m, k)` and `b (..., k, n)`: does on a CUDA device what
+/// [`cpu::matmul`](crate::cpu::matmul) does on the CPU.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// Does on a CUDA device what [`cpu::product`](crate::cpu::product) does on the CPU.
+/// Returns `alpha` times the matrix product of `a` and `b`, in `dtype`: does on a CUDA device what
+/// [`cpu::product`](crate::cpu::product) does on the CPU.
 pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
@@ -44,17 +46,22 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
-    run(OP, &y, a, b, alpha, 0.0)?;
+    // With `beta` = 0, the product replaces the contents of `y`.
+    let beta = 0.0;
+    run(OP, &y, a, b, alpha, beta)?;
     Ok(y)
 }
 
-/// Does on a CUDA device what [`cpu::matmul_accumulate`](crate::cpu::matmul_accumulate) does on the CPU.
+/// Adds `alpha` times the matrix product of `a` and `b` to `dst`: does on a CUDA device what
+/// [`cpu::matmul_accumulate`](crate::cpu::matmul_accumulate) does on the CPU.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     const OP: &str = "matmul_accumulate";
     same_device(OP, dst, &[a, b])?;
     let plan = Plan::into(OP, dst, a, b)?;
     check_apart(OP, dst, a, b)?;
-    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+    // With `beta` = 1, the product is added to `dst`.
+    let beta = 1.0;
+    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, beta) }
 }
 
 /// Checks that `dst` shares its storage with neither operand.
@@ -66,11 +73,13 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// Does on a CUDA device what [`cpu::write_products`](crate::cpu::write_products) does on the CPU. The kernels of
-/// `low_rank` compute low-rank products that are added to `dst`, if they support the matrices. One call of cuBLAS
-/// computes other products, if these have the same shapes, layouts and dtypes: as one larger product if they share an
-/// operand and their other matrices are adjacent in memory, or as a batch if all matrices are evenly spaced. Otherwise
-/// each product is a call of cuBLAS.
+/// For each of `terms` (dst, a, b), writes `alpha` times the matrix product of `a` and `b` to `dst`, or adds it if
+/// `accumulate`: does on a CUDA device what [`cpu::write_products`](crate::cpu::write_products) does on the CPU.
+///
+/// If products of low rank are added, the kernels of `low_rank` compute them, as far as they support the matrices. One
+/// call of cuBLAS computes other products, if these have the same shapes, layouts and dtypes: as one larger product if
+/// they share an operand and their other matrices are adjacent in memory, or as a batch if all matrices are evenly
+/// spaced. Otherwise each product is a call of cuBLAS.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));
@@ -286,14 +295,16 @@ impl Call<'_> {
         };
         let [operands, result] = self.types;
         let [stride_a, stride_b, stride_y] = strides.map(|stride| stride as i64);
-        // cuBLAS reads alpha (0) and beta (1) in the type of the sums.
+        // alpha (index 0) and beta (index 1). cuBLAS reads them in the type of the sums: f64 for f64 operands, else
+        // f32.
         let narrow = [alpha as f32, beta as f32];
         let wide = [alpha, beta];
         let is_f64 = operands == Type::CUDA_R_64F;
         let factor = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        // Only a single product y = a b may go to cuBLASLt.
+        // Only a single product y = a b may go to cuBLASLt, and only if a tile is known (`preferred`) with which
+        // cuBLASLt is faster than cuBLAS. `gemm_lt::run` returns false if it has queued nothing.
         let is_plain = count == 1 && narrow == [1.0, 0.0];
         if is_plain && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'

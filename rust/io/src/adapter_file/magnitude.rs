@@ -13,11 +13,12 @@ use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 use trainable_candle_nn::Base;
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 
-/// The metadata entry (name, value) of files that store m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m.
+/// The metadata entry (name, value) of files that store m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m. The value says
+/// that readers such as `ComfyUI` divide the stored magnitude by ‖W‖, the norm of the base.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
-/// ‖W + s B A‖ / ‖W‖ for each output, shape (out), f32. W is the weight of `base` and s is `scale`. A is `down` and B
-/// is `up`, both in the layout of adapter files.
+/// ‖W + s B A‖ / ‖W‖ for each output, shape (out), f32: m divided by this is what files for `ComfyUI` store. W is the
+/// weight of `base` and s is `scale`. A is `down` and B is `up`, both in the layout of adapter files.
 ///
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.

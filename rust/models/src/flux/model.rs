@@ -31,6 +31,7 @@ pub struct FluxTransformer {
     x_embedder: Linear<Tensor>,
     context_embedder: Linear<Tensor>,
     time_text_embed: TimeTextEmbedding,
+    /// Computes the rotary embedding's angles from the tokens' positions.
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
     single_blocks: Blocks<SingleBlock>,
@@ -165,8 +166,11 @@ impl Architecture for FluxTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        // All linear layers of the blocks may be quantized.
         unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
+        // Outside of the blocks, no layer is quantized (`rows`). No layer is too small for products of 8-bit codes
+        // (`multiplied`).
         rows: &[],
         multiplied: &[],
     };
@@ -204,6 +208,7 @@ impl Model for FluxTransformer {
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        // The pairs are the number of values in a layer's input and the number of tokens that the layer is applied to.
         saved.outside(|saved| {
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));

@@ -33,6 +33,7 @@ pub struct Flux2Transformer {
     /// The layers that compute the modulation: one for the image and one for the text in double-stream blocks, and
     /// one for single-stream blocks. All blocks of a kind share their modulation.
     modulations: [Linear<Tensor>; 3],
+    /// Computes the rotary embedding's angles from the tokens' positions.
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
     single_blocks: Blocks<FusedBlock>,
@@ -180,8 +181,12 @@ impl Architecture for Flux2Transformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        // All linear layers of the blocks may be quantized.
         unquantized: &[],
+        // No block computes its modulation: the model's `modulations`, outside of the blocks, do.
         modulation: &[],
+        // Outside of the blocks, no layer is quantized (`rows`). No layer is too small for products of 8-bit codes
+        // (`multiplied`).
         rows: &[],
         multiplied: &[],
     };
@@ -220,6 +225,7 @@ impl Model for Flux2Transformer {
         // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         let dim = self.config.inner_dim();
+        // The pairs are the number of values in a layer's input and the number of tokens that the layer is applied to.
         saved.outside(|saved| {
             self.time_guidance_embed.saved(saved);
             self.modulations.iter().for_each(|layer| saved.linear(layer, (dim, 1)));

@@ -23,7 +23,9 @@ pub(super) const UP: &str = "lora_B.weight";
 pub static KIND: AdapterKind = AdapterKind {
     name: "lora",
     parameters: &[(DOWN, Layout::Kernel), (UP, Layout::Pointwise)],
+    // Other kinds, such as DoRA, also have A and B, so no parameter marks an adapter as LoRA.
     mark: &[],
+    // The first dimension of A is the rank.
     ranked: &[DOWN],
     saved: SavedByAdapter::low_rank,
     start,
@@ -31,7 +33,7 @@ pub static KIND: AdapterKind = AdapterKind {
 };
 
 /// The initial values: A is uniform as in torch's layers of the same shape, and B is zero, so that the layer's results
-/// do not change.
+/// do not change. A has the shape of the base's weight, with the rank in place of the number of outputs.
 pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut dims = base.weight.dims().to_vec();
     if let Some(first) = dims.first_mut() {
@@ -60,6 +62,7 @@ pub struct Lora {
     scale: f64,
     /// The probability of dropping an element of the input of A in training.
     dropout: f64,
+    /// Whether the adapter is in training mode; only then is dropout active.
     training: HostState<bool>,
 }
 
@@ -134,7 +137,10 @@ impl Adapter for Lora {
                 lora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale: self.scale })
             }
             (None, Operation::Conv2d(_)) => base.forward(x)?.add(&self.low_rank(x, base)?),
-            (Some(p), _) => base.forward(x)?.add(&self.low_rank(&dropout(x, p, true)?, base)?),
+            (Some(p), _) => {
+                let is_training = true; // outside of training, `active_dropout` is None
+                base.forward(x)?.add(&self.low_rank(&dropout(x, p, is_training)?, base)?)
+            }
         }
     }
 

@@ -69,11 +69,13 @@ impl SingleBlock {
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit.
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, attention_inputs: AttentionInputs<'_>) -> Result<Tensor> {
         let dim = self.sizes.dim();
+        // 0: shift, 1: scale, 2: gate.
         let part = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
         let stream = Stream { projected, norms: Some(&self.norms), angles: attention_inputs.angles.cloned() };
         let mixed = mix(std::slice::from_ref(&stream), self.sizes, attention_inputs.mask)?;
-        // The hidden layer follows queries, keys and values.
+        // The hidden layer follows queries, keys and values: in one tensor it begins at column 3 D, in a list it is
+        // element 3.
         let mixed_and_activated = match &stream.projected {
             Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,
             Projected::Separate(results) => Tensor::cat(&[&mixed, &results[3].gelu(Gelu::Tanh)?], 2)?,
@@ -85,8 +87,11 @@ impl SingleBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let values = tokens * dim;
+        // A pair beside layers below has the number of values in their input and the number of tokens.
         let is_gate_adapted = self.modulator.as_ref().is_some_and(|modulator| saved.adapts(modulator));
+        // The modulation is computed once for the sample, before the block and outside of its checkpoint.
         saved.outside(|saved| self.modulator.iter().for_each(|modulator| saved.linear(modulator, (dim, 1))));
+        // A checkpoint has this block alone. Selective checkpointing recomputes the input of `projections`, a norm.
         let (joins_previous, is_input_cheap) = (false, true);
         saved.block(values, joins_previous, |saved| {
             // The norm keeps its input.
