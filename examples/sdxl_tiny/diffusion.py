@@ -159,7 +159,7 @@ def train(
         return loss.detach()
 
     run_step = captured(take_step) if cuda else take_step
-    # `smooth` is an average of the logged losses; the loss of an untrained model is about 1.
+    # `smooth` is an exponential average of the losses of every 50th step; it starts at 1.
     start, step, progress, smooth = time.monotonic(), 0, 0.0, 1.0
     while progress < 1:
         progress = min(1.0, (time.monotonic() - start) / seconds)
