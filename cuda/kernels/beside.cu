@@ -1,6 +1,6 @@
-// y = [before | f(x)]: the columns of `before`, unchanged, followed by those of f(x). f is GELU in its tanh form (Hendrycks & Gimpel 2016,
-// arXiv:1606.08415; kernels gelu_tanh_beside_*), or the gated linear unit SiLU(gate) * h with x = [gate | h] (Shazeer 2020,
-// arXiv:2002.05202; kernels swiglu_beside_*).
+// An activation f and a concatenation in one kernel: y = [before | f(x)] has the columns of `before`, unchanged, followed by those of f(x).
+// f is GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415; kernels gelu_tanh_beside_*), or the gated linear unit
+// SiLU(gate) * h with x = [gate | h] (Shazeer 2020, arXiv:2002.05202; kernels swiglu_beside_*).
 //
 // before is (rows, before_width), and may be null if before_width is 0. x is (rows, width), or for the gated unit (rows, 2 width); the
 // rows of x are x_row elements apart. y is (rows, before_width + width). In the backward pass, grad (rows, width) is the gradient of f(x),
@@ -22,7 +22,8 @@ struct GeluTanh {
         const A scale = A(0.79788456080286535588), cube = A(0.044715);
         const A inner = scale * (x + cube * x * x * x);
         A t;
-        // For bf16 and f16, whose results have 8 and 11 significant bits, tanh may be computed as 1 - 2 / (1 + exp(2 inner)).
+        // Near 0, 1 - 2 / (1 + exp(2 inner)) has a larger relative error than tanh(inner). For bf16 and f16 it is exact enough, because
+        // their results have only 8 and 11 significant bits.
         if constexpr (IS_HALF<T>) t = A(1) - A(2) * sigmoid<T>(A(-2) * inner);
         else t = tanh(inner);
         value = A(0.5) * x * (A(1) + t);
@@ -33,7 +34,7 @@ struct GeluTanh {
 struct GatedSilu {
     static constexpr bool IS_GATED = true;
 
-    // As `GeluTanh::both`, for the SiLU of the gate. The kernels multiply by h.
+    // As `GeluTanh::both`, for the SiLU of the gate, which is passed as x. The kernels multiply by h.
     template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {
         Silu::both<T>(x, value, slope);
     }
@@ -42,6 +43,7 @@ struct GatedSilu {
 template <typename T, int N, typename F>
 __device__ __forceinline__ void forward(const T *before, const T *x, T *y, uint64_t rows, uint64_t x_row, uint32_t before_width,
                                         uint32_t width) {
+    // The numbers of packs, of N columns each, in a row of `before` and in a row of y.
     const uint32_t before_packs = before_width / N, packs = before_packs + width / N;
     for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
         const auto [row, pack] = divide(index, packs);
@@ -95,6 +97,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 
 } // namespace
 
+// The kernels access 16 bytes at a time (WIDE elements) if all widths and distances are multiples of WIDE, a power of two (their bitwise
+// `or` is a multiple of a power of two only if each of them is), and all addresses are multiples of 16 bytes.
 #define DEFINE_BESIDE(NAME, F, SUFFIX, T)                                                                              \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *before, const T *x, T *y, uint64_t rows,               \
                                                        uint64_t x_row, uint32_t before_width, uint32_t width) {        \

@@ -1,6 +1,7 @@
 // The optimizers with 8-bit states, as in bitsandbytes' Adam8bit, AdamW8bit and Lion8bit. Adam and AdamW have two states for each
 // parameter, Lion has one. A value of a state is stored as one byte, its code (dynamic_map.cuh). Every 256 values of a state share a
-// scale. Below, a "block" is 256 elements that share their scales. Only where a comment describes a launch, a block is a block of threads.
+// scale. Below, a "block" is 256 (STATE_BLOCK) elements that share their scales. Only where a comment describes a launch, a block is a
+// block of threads.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access of the warp is to 512 contiguous bytes of f32 or 128 contiguous bytes of codes. Multiplications and additions are fused where the
@@ -101,6 +102,8 @@ struct AdamBlocks {
         }
     };
 
+    // Updates a piece, whose index in the list of pieces is `number`. P, G and C are the types of parameters, gradients and copy. WIDE says
+    // that the piece is a whole block whose quads are aligned.
     template <bool WIDE, typename P, typename G, typename C, typename Round>
     __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t number, uint32_t lane, const Coefficients &at,
                                            const Buffers<P, G, C> &buffers, const Round &round) const {
@@ -134,7 +137,8 @@ struct AdamBlocks {
     }
 };
 
-// As bitsandbytes' Lion8bit.
+// As bitsandbytes' Lion8bit. Lion has no second state; the unused fields are here because `DEFINE_STEP` fills this structure and
+// `AdamBlocks` from the same list.
 struct LionBlocks {
     uint8_t *codes;
     float *scales;
@@ -171,6 +175,7 @@ struct LionBlocks {
     }
 };
 
+// One step of all `count` pieces; each warp takes one piece at a time. `Rule` is AdamBlocks or LionBlocks.
 template <typename Rule, typename P, typename G, typename C, typename Round>
 static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count, const Segment *segments,
                                             const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule,
@@ -190,7 +195,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     if (first >= count) return;
     Piece piece = load_piece(pieces + first);
     for (uint32_t i = first; i < count; i += warps) {
-        // The piece of the next iteration is loaded early.
+        // The piece of the next iteration is loaded early, and in the last iteration some piece that is not used.
         const Piece next = load_piece(pieces + min(i + warps, count - 1));
         const Coefficients at = coefficients[piece.group];
         const Buffers<P, G, C> buffers(segments, piece, zero_grads);
@@ -215,7 +220,8 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 //   pieces [count]; segments: those that the pieces' indices name, with f32 params; coefficients [groups];
 //   codes1, codes2: u8 [blocks * 256], aligned to 4 bytes; scales1, scales2: f32 [blocks]. A piece has the block `piece.state`. All are
 //   zeros before the first step. codes2 and scales2 are null for Lion, which has one state.
-// Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
+// Grid: (count + 7) / 8 (a piece for each of the 8 warps of a block), at most 3 for each multiprocessor; block: 256; no dynamic shared
+// memory.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
     NAME##_8bit_step_##suffix(const Piece *pieces, uint32_t count, const Segment *segments,                            \

@@ -3,6 +3,8 @@
 // is the sum of the gradients of its copies.
 //
 // x and its gradient dx are (batch, height, width, channels), y and its gradient grad are (batch, out_height, out_width, channels).
+// A thread moves packs of neighbouring channels of a pixel: WIDE channels (16 bytes) if the number of channels is a multiple of WIDE and
+// both addresses are multiples of 16 bytes, otherwise one channel.
 // Launch: block 256, grid clamp(rows · ceil(row_len / (1024 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. Here, rows = batch · height
 // and row_len = width · channels, with height and width of the tensor that the kernel writes (y in the forward pass, dx in the backward
 // pass). Any grid gives the same results.
@@ -44,17 +46,19 @@ constexpr int BATCH = 4;
 // Calls f(image, line, column, pack, index) for each pack of channels of a tensor (batch, height, width, packs). A line is a row of an
 // image's pixels, `column` is the pixel in the line, `pack` the pack in the pixel, and `index` the pack's index in the tensor. Each line is
 // divided into stretches of BATCH · blockDim.x packs, and a block handles whole stretches. So `image` and `line` need divisions only once
-// per stretch, and each pack needs one division, for its column. UNROLL is how many of a thread's packs the loop handles at once.
+// per stretch, and each pack needs one division, for its column. UNROLL is how many of a thread's packs the compiler handles in one
+// iteration of the loop.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
-    const uint64_t len = static_cast<uint64_t>(width) * packs;
+    const uint64_t len = static_cast<uint64_t>(width) * packs; // packs of a line
     const uint32_t stretch = BATCH * blockDim.x, stretches = static_cast<uint32_t>((len + stretch - 1) / stretch);
-    for (uint64_t item = blockIdx.x; item < batch * height * stretches; item += gridDim.x) {
-        const auto [row, part] = divide(item, stretches);
+    for (uint64_t number = blockIdx.x; number < batch * height * stretches; number += gridDim.x) {
+        // `row` is the index of the line among the lines of all images, `stretch_in_line` that of the stretch in its line.
+        const auto [row, stretch_in_line] = divide(number, stretches);
         const auto [image, line] = divide(row, height);
 #pragma unroll UNROLL
         for (int k = 0; k < BATCH; k++) {
-            const uint64_t at = part * static_cast<uint64_t>(stretch) + k * blockDim.x + threadIdx.x;
+            const uint64_t at = stretch_in_line * static_cast<uint64_t>(stretch) + k * blockDim.x + threadIdx.x;
             if (at >= len) break;
             const auto [column, pack] = divide(at, packs);
             f(image, line, static_cast<uint32_t>(column), pack, row * len + at);

@@ -1,6 +1,7 @@
-// Products of 8-bit codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles; two warpgroups multiply 64 rows by 80 to 256 columns each, scale the sums and store them. Two blocks form a cluster:
-// they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
+// Products x wᵀ of 8-bit codes (int8 or e4m3) with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
+// alone). In each block of threads, one thread copies tiles of codes; two warpgroups multiply 64 rows by 80 to 256 columns each, scale the
+// sums and store them. Two blocks form a cluster: they take neighbouring tiles of rows and the same columns, and each block fetches half
+// of the columns' codes for both.
 #pragma once
 
 #include "../rows.cuh"
@@ -50,9 +51,12 @@ template <typename T> __device__ __forceinline__ uint4 add_eight(uint4 x, uint4 
     return x;
 }
 
-// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j], for the rows of all parts of w.
+// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j]. x is (rows, inner). w has `count` parts,
+// whose rows are the columns of out; `parts` has their scales. The rows of out and residual are `stride` elements apart. bias and residual
+// may be null.
 // Sum is uint32_t for int8 codes and float for e4m3 codes. The instructions keep about 14 bits of their sums of e4m3 codes, so the sums of
-// stages are added in f32.
+// stages are added in f32. A stage holds STEP values of k: ROWS rows of x (LEFT_BYTES bytes), then COLUMNS rows of w. A thread has SUMS
+// sums, because the 128 threads of a warpgroup share 64 rows by COLUMNS columns.
 template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct {
     static constexpr int ROWS = 128, STEP = 128, LEFT_BYTES = ROWS * STEP, STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP,
                          WORKERS = 2 * WARPGROUP, SUMS = COLUMNS / 2;
@@ -85,6 +89,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         return tile.part < count;
     }
 
+    // For the copying thread: fills the stages with the codes of this block's tiles, one tile after the other. The rows of x are for this
+    // block alone (copy_box<false>). This block's half of the rows of w goes to both blocks of the cluster (copy_box<true>).
     __device__ __forceinline__ void copy(Ring ring) const {
         const uint32_t half = cluster_rank() * (COLUMNS / 2);
         Tile tile;
@@ -97,15 +103,16 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             }
     }
 
-    // part = the sums of a stage's products, or part += them. The warpgroup still has to wait for the products.
-    __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&part)[SUMS], bool add) const {
+    // Starts to compute stage_sums = the sums of a stage's products, or stage_sums += them if `add`. The caller has to wait for the
+    // products.
+    __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&stage_sums)[SUMS], bool add) const {
         const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIPTOR_UNIT);
         const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
         barrier_wait(ring.barrier(), ring.round & 1);
         multiply_fence();
 #pragma unroll
         for (uint32_t slice = 0; slice < STEP; slice += 32)
-            multiply_codes(part, left + slice / DESCRIPTOR_UNIT, right + slice / DESCRIPTOR_UNIT, add || slice > 0);
+            multiply_codes(stage_sums, left + slice / DESCRIPTOR_UNIT, right + slice / DESCRIPTOR_UNIT, add || slice > 0);
         multiply_commit();
     }
 
@@ -117,7 +124,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             else asm volatile("" : "+r"(sums[i])::"memory");
     }
 
-    // sums = the sums of a tile's products.
+    // sums = the sums of a tile's products. Products of one stage run while the next are started: `multiply_wait<1>` waits until only the
+    // latest stage's are unfinished, and `ring.leave_last` then releases the stage before.
     __device__ __forceinline__ void sum_up(Ring &ring, Sum (&sums)[SUMS]) const {
         if constexpr (std::is_same_v<Sum, float>) {
             add_stages(ring, sums);
@@ -137,23 +145,23 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     // Does what `sum_up` does, for e4m3 codes. While the products of a stage are computed, the sums of the stage before are added.
     __device__ __forceinline__ void add_stages(Ring &ring, Sum (&sums)[SUMS]) const {
         Sum even[SUMS], odd[SUMS];
-        const auto add = [&](Sum (&part)[SUMS]) {
-            products_are_ready(part);
+        const auto add = [&](Sum (&stage_sums)[SUMS]) {
+            products_are_ready(stage_sums);
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] += part[i];
+            for (int i = 0; i < SUMS; i++) sums[i] += stage_sums[i];
         };
-        const auto add_last = [&](Sum (&part)[SUMS]) {
+        const auto add_last = [&](Sum (&stage_sums)[SUMS]) {
             multiply_wait<0>();
             ring.leave_last();
-            add(part);
+            add(stage_sums);
         };
-        // Starts the products of a stage, and adds those of the stage before.
-        const auto multiply_and_add = [&](Sum (&next)[SUMS], Sum (&part)[SUMS]) {
+        // Starts the products of a stage (`next`), and adds those of the stage before (`previous`).
+        const auto multiply_and_add = [&](Sum (&next)[SUMS], Sum (&previous)[SUMS]) {
             multiply_stage(ring, next, false);
             multiply_wait<1>();
             ring.leave_last();
             ring.advance();
-            add(part);
+            add(previous);
         };
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
@@ -167,12 +175,14 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         }
     }
 
-    // Factors of a tile's results: those of this thread's two rows, and the factor and the addend of one of the columns. They are loaded
-    // before the products, because loads one after the other at the end of a tile took longer than its products.
+    // What scales a tile's sums: the factors of this thread's two rows, and the factor (`column`) and the addend (`bias`) of the tile's
+    // column number threadIdx.x. They are loaded before the products, because loads one after the other at the end of a tile took longer
+    // than its products.
     struct Factors {
         float rows[2], column, bias;
     };
 
+    // Loads a value. The volatile assembly keeps the compiler from moving the load behind the products.
     static __device__ __forceinline__ float load_early(const float *from) {
         float value;
         asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -209,7 +219,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         return factors;
     }
 
-    // `columns` has room for the factors and addends of the columns of two tiles.
+    // For the multiplying threads: computes this block's tiles. `columns` has room for the factors and addends of the columns of two tiles,
+    // because some threads may still read those of a tile when others write those of the next.
     __device__ __forceinline__ void multiply(Ring ring, float2 (*columns)[COLUMNS]) const {
         Tile tile;
         uint32_t turn = 0;
@@ -223,13 +234,15 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         }
     }
 
+    // Scales the sums of a tile and stores the results. sums[4 n + 2 r + c] belongs to row r of this thread's two rows, and to column c of
+    // its two columns (2 t + c, with t = lane % 4) in the n-th block of eight columns.
     __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns,
                                           const Sum (&sums)[SUMS]) const {
         const CodePart &part = parts.list[tile.part];
         const uint32_t row = row_of(tile), t = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < (COLUMNS + 31) / 32; i++) {
-            // Four blocks of eight columns; the last blocks may be beyond the tile.
+            // Four blocks of eight columns; the last blocks may be beyond the tile. words[r][b] is row r, block b.
             uint32_t words[2][4] = {};
 #pragma unroll
             for (int b = 0; b < 4; b++) {
@@ -242,6 +255,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
                     words[r][b] = narrow_pair<T>(number(sums[4 * n + 2 * r]) * row_factors[r] * two.x + two.y,
                                                  number(sums[4 * n + 2 * r + 1]) * row_factors[r] * two.z + two.w);
             }
+            // After `exchange`, this thread has all eight columns of block t of the four.
             const uint32_t tile_column = (4 * i + t) * 8, column = tile.column + tile_column;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -274,11 +288,13 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     __device__ __forceinline__ void run() const {
         const Ring ring = stages();
         if (threadIdx.x >= WORKERS) {
+            // The warps that do not multiply leave their registers to the two warpgroups, which need more for the sums.
             registers_fewer<40>();
             if (threadIdx.x == WORKERS) copy(ring);
             __syncwarp();
         } else {
             registers_more<232>();
+            // A stage has two barriers of 8 bytes.
             multiply(ring, reinterpret_cast<float2(*)[COLUMNS]>(shared_memory() + STAGES * (STAGE_BYTES + 16)));
         }
         // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block must not end

@@ -38,7 +38,8 @@ pub enum Element {
 }
 
 impl Element {
-    /// Whether a kernel whose parameter has the element type `other` can take a pointer to these elements.
+    /// Whether a kernel whose parameter has the element type `other` can take a pointer to these elements: the types are equal, or one of
+    /// them is `Any`.
     #[must_use]
     pub fn fits(self, other: Self) -> bool {
         self == other || self == Self::Any || other == Self::Any
@@ -80,7 +81,7 @@ macro_rules! pointers {
 
             /// The pointer to the elements that begin `bytes` bytes after this address.
             #[must_use]
-            pub const fn behind(self, bytes: usize) -> Self {
+            pub const fn offset_by(self, bytes: usize) -> Self {
                 Self { address: self.address + bytes as Address, ..self }
             }
         }
@@ -103,6 +104,7 @@ pub struct Kernel<A> {
     pub name: &'static str,
     /// The variants of the kernel.
     pub variants: &'static [Variant],
+    /// No data: it ties the kernel to the type of its arguments.
     takes: PhantomData<fn(A)>,
 }
 
@@ -136,6 +138,7 @@ pub unsafe trait Arguments: Sized + 'static {
 }
 
 /// The address of an argument, as a pointer to mutable memory, which the driver's signature requires. The driver only reads the argument.
+/// The generated code calls this function.
 const fn place<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }

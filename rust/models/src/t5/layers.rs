@@ -1,4 +1,4 @@
-//! One block of the encoder.
+//! One block of T5's encoder.
 //!
 //! In the published models, three kinds of values exceed the largest f16, 65504: the residual stream (the sum of the
 //! blocks' results), the results of `wo`, and the elementwise products gelu(`wi_0` x) · `wi_1` x. In half precision the
@@ -49,9 +49,11 @@ const GATED: [&str; 2] = ["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense
 const UNGATED: &str = "layer.1.DenseReluDense.wi";
 const WO: &str = "layer.1.DenseReluDense.wo";
 
-/// The linear layers of a feed-forward network before its activation: `wi_0` and `wi_1`, or `wi`.
+/// The linear layers of a feed-forward network before its activation.
 enum Middle {
+    /// `wi_0` and `wi_1`.
     Gated(LinearGroup),
+    /// `wi`.
     Relu(Linear<Tensor>),
 }
 
@@ -113,9 +115,11 @@ impl EncoderBlock {
 
     /// The feed-forward network's result for `normed (B, L, D)`, in the same shape and the stream's dtype.
     fn feed_forward(&self, normed: &Tensor) -> Result<Tensor> {
+        // The dtype of the elementwise products: f32, or f64 in an f64 model.
         let wide = stream_dtype(normed.dtype());
         let hidden = match &self.middle {
             Middle::Gated(group) => {
+                // gelu(wi_0 x) · (wi_1 x)
                 let [gate, values] = halves(&group.forward(normed)?)?;
                 gate.to_dtype(wide)?.gelu(Gelu::Tanh)?.mul(&values.to_dtype(wide)?)?
             }
@@ -128,7 +132,8 @@ impl EncoderBlock {
         // by its largest magnitude before `wo`, and the result of `wo` is multiplied by this magnitude. The result of
         // `wo` then stays in the range of f16 without f32 weights. The backward pass treats the magnitude as a
         // constant. The gradient is the same, because the magnitude cancels. The lower bound prevents a division by 0.
-        let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
+        let keep_dim = true;
+        let largest = hidden.detach().abs()?.max(&[2], keep_dim)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }
 }
@@ -141,7 +146,7 @@ fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     };
     match projected {
         Projected::Joined(all) => {
-            // q, k and v are views, without copies.
+            // q, k and v are one after the other in the features of a token. They become views, without copies.
             let (batch, length, inner) = (all.dims()[0], all.dims()[1], all.dims()[2] / 3);
             let parts = all.reshape((batch, length, 3, heads, inner / heads))?;
             let part = |index: usize| parts.narrow(2, index, 1)?.squeeze(2)?.transpose(1, 2);

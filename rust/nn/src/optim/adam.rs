@@ -109,6 +109,7 @@ impl Rule for AdamRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, false>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, false>);
+    // Adam updates one element at a time, so no kernel must run before the step (`before`).
     const KERNELS: Option<Kernels<AdamConfig>> =
         Some(Kernels { prepare: "adam", step: "adam", before: &[], step_8bit: None, settings: kernel_settings });
 
@@ -130,6 +131,7 @@ impl Rule for AdamWRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, true>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, true>);
+    // Only the coefficients differ from Adam's; the kernel that updates the elements is the same.
     const KERNELS: Option<Kernels<AdamConfig>> =
         Some(Kernels { prepare: "adamw", step: "adam", before: &[], step_8bit: None, settings: kernel_settings });
 
@@ -151,7 +153,7 @@ fn kernel_settings(config: &AdamConfig) -> Settings {
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, maximize: maximize.into(), ..Settings::default() }
 }
 
-/// The numbers that one step computes from an [`AdamConfig`].
+/// The numbers that one step computes from an [`AdamConfig`], for the CPU; `cuda/kernels/optim.cu` computes its own.
 #[derive(Clone, Copy)]
 struct Coefficients<T> {
     /// 1 - beta1.

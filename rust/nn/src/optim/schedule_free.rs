@@ -75,6 +75,7 @@ impl Rule for AdamWScheduleFreeRule {
     const KERNELS: Option<Kernels<AdamWScheduleFreeConfig>> = Some(Kernels {
         prepare: "whole",
         step: "schedule_free_step",
+        // No kernel needs to run before `step`.
         before: &[],
         step_8bit: None,
         settings: |config| Settings {
@@ -83,13 +84,15 @@ impl Rule for AdamWScheduleFreeRule {
             beta2: config.betas.1,
             eps: config.eps,
             weight_decay: config.weight_decay,
-            // In the order in which the kernel `schedule_free_step` reads them.
+            // In the order in which the kernel `schedule_free_step` reads them; it does not read the zeros.
             more: [config.warmup_steps as f64, config.r, config.weight_lr_power, 0.0, 0.0, 0.0, 0.0, 0.0],
             ..Settings::default()
         },
     });
+    // The states `weight_sum` and `lr_max` belong to the whole parameter.
     const ELEMENTWISE: bool = false;
-    // State 0 is z. The average x solves y = beta1 * x + (1 - beta1) * z, so x = y + (1 - 1 / beta1) * (z - y).
+    // As in the paper, z is the iterate, x the average of the iterates, and y (the parameter) the point at which gradients
+    // are computed. State 0 is z. The average x solves y = beta1 * x + (1 - beta1) * z, so x = y + (1 - 1 / beta1) * (z - y).
     const AVERAGE: Option<Average<AdamWScheduleFreeConfig>> =
         Some(Average { state: 0, weight: |config| 1.0 - 1.0 / config.betas.0 });
 
@@ -131,8 +134,8 @@ fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_,
     );
 }
 
-/// Updates all elements of a parameter. As in the paper, z is the iterate, x the average of the iterates, and y (the
-/// parameter) the point at which gradients are computed: y = beta1 * x + (1 - beta1) * z. x is not stored.
+/// Updates all elements of a parameter. z is the iterate, x the average of the iterates, and y (the parameter) the point
+/// at which gradients are computed: y = beta1 * x + (1 - beta1) * z. x is not stored.
 #[inline(always)]
 fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(z), StateSlice::Float(square), StateSlice::Float(weight_sum), StateSlice::Float(lr_max)] =
@@ -157,7 +160,8 @@ fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: C
     let correction = T::from_f64((1.0 - beta2.powf(step)).sqrt());
     let (old_weight, new_weight) = (T::from_f64(beta2), T::from_f64(1.0 - beta2));
     let (eps, decay, share_of_z) = (T::from_f64(config.eps), T::from_f64(config.weight_decay), T::from_f64(share));
-    // z moves by -lr * direction, then x by share * (z - x). For y this gives the two terms below, with the old z.
+    // z moves by -lr * direction, then x by share * (z - x), with the new z. Put into the formula of y, this moves y by
+    // share * (z - y) + lr * (beta1 * (1 - share) - 1) * direction, with the old z and y.
     let (rate_z, rate_y) = (T::from_f64(lr), T::from_f64(lr * (beta1 * (1.0 - share) - 1.0)));
     let elements = chunk.param.iter_mut().zip(chunk.grad).zip(z.iter_mut().zip(square.iter_mut()));
     for ((y, &g), (z, v)) in elements {

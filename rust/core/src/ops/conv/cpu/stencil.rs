@@ -42,7 +42,8 @@ pub(in crate::ops::conv) struct Stencil {
     weight: WeightStrides,
 }
 
-/// The strides of the weight.
+/// The strides of the weight (out_channels, kernel height, kernel width, channels of a group), in elements. The output
+/// channels are the target channels in the forward pass, and the source channels in the backward pass.
 #[derive(Clone, Copy)]
 struct WeightStrides {
     /// Distance in the weight between neighbouring target channels of a group.
@@ -50,7 +51,7 @@ struct WeightStrides {
     /// Distance in the weight between neighbouring source channels of a group.
     source: usize,
     /// Distances in the weight between neighbouring lines and neighbouring columns of the kernel.
-    places: [usize; 2],
+    tap: [usize; 2],
     /// Distance in the weight between neighbouring groups.
     group: usize,
 }
@@ -65,6 +66,7 @@ impl Stencil {
             count: geometry.output[i],
             source: geometry.input[i],
             step: options.stride[i],
+            // The index and the offset of each kernel tap.
             places: (0..geometry.kernel[i])
                 .map(|tap| (tap, (tap * options.dilation[i]) as isize - options.padding[i] as isize))
                 .collect(),
@@ -135,7 +137,7 @@ impl WeightStrides {
     fn of(geometry: &Geometry) -> Self {
         let width = geometry.channels_per_group();
         let group = geometry.out_channels_per_group() * geometry.row_len();
-        Self { target: 0, source: 0, places: [geometry.kernel[1] * width, width], group }
+        Self { target: 0, source: 0, tap: [geometry.kernel[1] * width, width], group }
     }
 }
 
@@ -174,7 +176,8 @@ impl Phase<'_> {
     /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range
     /// of source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
-        // Before the panel are all rows of the earlier channels, then the earlier rows of this block.
+        // Before the panel are all rows of the earlier channels, then the earlier rows of this block. `rows` is the number
+        // of rows with padding.
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.taps() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
@@ -183,12 +186,14 @@ impl Phase<'_> {
     /// panel are ordered by kernel tap, then by source channel.
     fn pack<T: Elem>(&self, weight: &[T]) -> Vec<T::Acc> {
         let strides = self.stencil.weight;
+        // The end of the last group is where the next group would begin.
         let len = self.packed_at(self.stencil.groups, &(0..0), 0);
         let mut packed = Vec::<T::Acc>::with_capacity(len);
         let blocks: SmallVec<[Range<usize>; 8]> = self.blocks().collect();
         let panels = self.rows().div_ceil(self.shape.rows);
         let shared = SharedMut::new(&mut packed.spare_capacity_mut()[..len]);
         // To pack an element counts as much work as 16 multiply-adds.
+        // `grain` is the number of panels of a task.
         let grain = (MIN_WORK / 16 / (len / (self.stencil.groups * panels).max(1)).max(1)).max(1);
         par_ranges(self.stencil.groups * panels, grain, |range| {
             for index in range {
@@ -201,8 +206,8 @@ impl Phase<'_> {
                         for (column, _) in &self.axes[1].places {
                             let tap_start = group * strides.group
                                 + row * strides.target
-                                + line * strides.places[0]
-                                + column * strides.places[1]
+                                + line * strides.tap[0]
+                                + column * strides.tap[1]
                                 + block.start * strides.source;
                             // SAFETY: the slice belongs to this panel, block and kernel tap alone; the strides stay
                             // inside of the weight.
@@ -235,6 +240,7 @@ impl Phase<'_> {
         let panels = self.rows().div_ceil(self.shape.rows);
         let widest = self.blocks().map(|block| block.len()).max().unwrap_or(0);
         let rects = rects(self.axes, widest);
+        // A task is a rectangle of one image, for one group. If that gives too few tasks, `splits` divides its panels.
         let tasks = rects.len() * batch * groups;
         let splits = splits(tasks, panels);
         let work = self.taps() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
@@ -312,6 +318,7 @@ impl Part<'_> {
         }
         let widest = phase.blocks().map(|block| block.len()).max().unwrap_or(0);
         let patch = Patch::new(phase.axes, self.rect, widest);
+        // Of the three regions of scratch memory, only the first is needed.
         with_scratch([patch.len(), 0, 0], |[memory, ..]: [*mut T::Acc; 3]| {
             for block in phase.blocks() {
                 let patch = Patch::new(phase.axes, self.rect, block.len());
@@ -358,12 +365,14 @@ impl<'a, T: Real, W: Fn(usize) -> &'a [T]> WithSimd for Tiles<'_, T, W> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { part, patch, target, .. } = self;
         let shape = TileShape::of::<T, S>();
+        // `k` is the number of elements of a run.
         let (runs, k) = self.runs;
         let mut runs = runs.clone();
         let [_, columns] = part.phase.axes;
         for row in part.channels().step_by(shape.rows) {
             let rows = shape.rows.min(part.channels().end - row);
             let (a, a_step) = ((self.weight)(row).as_ptr(), rows.next_multiple_of(shape.lanes));
+            // Where each run begins in the panel, which has `a_step` elements for each step of a run.
             for (index, run) in runs.iter_mut().enumerate() {
                 run.a = index * k * a_step;
             }
