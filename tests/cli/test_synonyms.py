@@ -17,9 +17,11 @@ SYNONYMS = [
 
 @pytest.mark.parametrize(("name", "synonym"), SYNONYMS)
 def test_a_synonym_sets_its_setting(name: str, synonym: str) -> None:
-    # VALUES lacks settings that conflict with others. Those that have synonyms are switches.
+    # VALUES has a value for each setting, except those that conflict with others. Of these
+    # exceptions, those with synonyms are switches.
     value = VALUES.get(name, True)
     arguments = as_arguments(name, value)
+    # Without the leading "--", because a switch may be negated: `--no-NAME`.
     arguments[0] = arguments[0].replace(flag(name)[2:], flag(synonym)[2:])
     assert parse(*arguments) == TrainConfig(**{name: value})
 

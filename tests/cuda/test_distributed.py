@@ -185,7 +185,7 @@ def test_a_stopped_communicator_waits_for_no_rank(cuda: Any) -> None:
     )
 
 
-# What fails: joining, or the second call of a rank.
+# The value of SIMULATED_NCCL_FAIL: joining fails ("init"), or the second call of a rank ("2").
 @pytest.mark.parametrize("fail", ["init", "2"], ids=["joining", "second call"])
 def test_errors_of_nccl_are_raised_with_their_reason(cuda: Any, fail: str) -> None:
     cuda.run(

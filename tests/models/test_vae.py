@@ -41,7 +41,8 @@ def test_names_and_shapes_equal_those_of_diffusers(model: AutoencoderKL) -> None
 
 def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     model, given = loaded_on(sdxl, device)
-    mean, logvar = model.encode(given["image"])  # of an odd height
+    # The image has an odd height, which encoding accepts.
+    mean, logvar = model.encode(given["image"])
     assert_close(mean, CASE["mean"])
     assert_close(logvar, CASE["logvar"])
     assert_close(model.decode(given["latent"]), CASE["decoded"])
@@ -83,6 +84,7 @@ def test_the_dtype_is_f32_unless_force_upcast_is_off(sdxl: Path) -> None:
 
 
 def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
+    # An image has 3 channels, latents have 4.
     with pytest.raises(tc.ShapeError, match=r"latent has shape .* expected \(B, 4, H, W\)"):
         model.decode(CASE["image"])
     with pytest.raises(tc.ShapeError, match="H and W at least 2"):

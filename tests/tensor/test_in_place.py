@@ -10,7 +10,7 @@ import pytest
 import trainable_candle as tc
 
 X = np.array([[1.5, -2.0, 0.5], [3.0, 0.25, -1.0]], np.float32)
-# Y is f64, wider than X: a variable must keep its dtype, f32.
+# Y is f64, wider than X: a variable must keep its dtype, f32. It is broadcast over X's rows.
 Y = np.array([2.0, -0.5, 4.0])
 
 CHANGES: list[Callable[[Any, Any], Any]] = [

@@ -30,6 +30,7 @@ BOTH = PARTS.replace(
     "{% set parts = [{'type': 'text', 'text': m['content']}] if m['content'] is string "
     "else m['content'] %}{% for part in parts %}",
 )
+# The configuration's list of named templates.
 NAMED = [{"name": "default", "template": TEXTS}, {"name": "tool_use", "template": "T" + TEXTS}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ANSWER = {"role": "assistant", "content": "b"}

@@ -92,7 +92,7 @@ def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
     )
     eager = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Only recorded steps pad the rows of a batch, and so their sums have another order.
+    # Recorded steps pad the rows of a batch, eager steps do not. So their sums have another order.
     np.testing.assert_allclose(recorded, eager, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
@@ -104,7 +104,7 @@ def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
 def test_recorded_steps_equal_eager_ones_bit_for_bit(
     gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
 ) -> None:
-    """The settings include dropout, a schedule and clipping of gradients."""
+    """The fixture `config` has dropout and a schedule, and the default clips gradients."""
     config = config.with_(device=gpu, gradient_accumulation=accumulation)
     eager = train(config.with_(cuda_graphs=0))
     assert train(config.with_(output=str(tmp_path / "recorded"))) == eager
@@ -150,7 +150,9 @@ def test_f16_with_a_loss_scaler_trains(
 def test_memory_is_constant_and_the_loss_falls_over_two_thousand_steps(gpu: str) -> None:
     data = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
     tc.manual_seed(0)
-    layer = tc.nn.LoRALinear(tc.randn((256, 256), device=gpu) * 0.05, 8, 8.0, dropout=0.1)
+    weight = tc.randn((256, 256), device=gpu) * 0.05
+    rank, alpha = 8, 8.0
+    layer = tc.nn.LoRALinear(weight, rank, alpha, dropout=0.1)
     parameters = dict(zip(("down", "up"), layer.get_vars(), strict=True))
 
     def inputs(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
@@ -173,12 +175,13 @@ def test_memory_is_constant_and_the_loss_falls_over_two_thousand_steps(gpu: str)
                 self.bytes[report.step] = (stats["allocated"], stats["reserved"])
 
     memory = Memory()
+    batch_size, seed = 16, 0
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-3)
     Trainer(
         loss,
         parameters,
         optimizer,
-        ShuffledBatches(len(data), 16, 0),
+        ShuffledBatches(len(data), batch_size, seed),
         inputs=inputs,
         cuda_graphs=4,
         steps=2000,
@@ -232,6 +235,7 @@ def test_the_command_line_trains_and_draws(
     assert main(arguments) == 0
     rows = read_json_log(output / "train.jsonl")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    # Validation runs before the first step and every three of the six steps.
     assert len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)
     adapter = output / "adapter.safetensors"
@@ -280,5 +284,5 @@ def test_a_profile_counts_the_launches_of_each_kernel(gpu: str) -> None:
 
 def test_the_gpu_stays_usable_after_an_allocation_fails(gpu: str) -> None:
     with pytest.raises(tc.OutOfMemoryError):
-        tc.zeros((1 << 20, 1 << 22), device=gpu)
+        tc.zeros((1 << 20, 1 << 22), device=gpu)  # 16 TiB in f32
     assert float(tc.ones((2, 2), device=gpu).sum().item()) == 4.0

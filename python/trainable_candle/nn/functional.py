@@ -1,4 +1,4 @@
-"""Operations as functions; those that torch has, too, have its names and argument orders."""
+"""Operations as functions. Those that torch also has have torch's names and argument orders."""
 
 from typing import Any, Final
 
@@ -180,7 +180,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""What to use instead of names that `torch.nn.functional` has and this module lacks."""
+"""For functions that `torch.nn.functional` has and this module lacks: what to use instead."""
 
 
 def __getattr__(name: str) -> Any:

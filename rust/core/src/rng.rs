@@ -220,19 +220,22 @@ mod tests {
             normal_vec(10)
         };
         assert_eq!(normal_vec_at(State { seed: 3, offset: 11 }, 10), expected);
+        // Each block gives four values, so the next block begins at value 4.
         assert_eq!(normal_vec_at(State { seed: 3, offset: 12 }, 6), expected[4..]);
     }
 
     #[test]
     fn lanes_equal_philox_of_each_counter() {
+        // The counters cross 2³², so both of their lower words change.
         let start = u64::from(u32::MAX) - 3;
         let lanes = philox_lanes::<16>(9, start);
         for i in 0..16 {
             assert_eq!(lanes.map(|word| word[i]), philox(9, start + i as u64));
         }
-        let lanes = philox_lanes_above::<2>(9, start, [5, 6]);
+        let upper = [5, 6];
+        let lanes = philox_lanes_above::<2>(9, start, upper);
         let second = start + 1;
-        assert_eq!(lanes.map(|word| word[1]), philox_at(9, [second as u32, (second >> 32) as u32, 5, 6]));
+        assert_eq!(lanes.map(|word| word[1]), philox_at(9, [second as u32, (second >> 32) as u32, upper[0], upper[1]]));
     }
 
     #[test]

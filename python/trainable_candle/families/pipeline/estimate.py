@@ -44,12 +44,14 @@ _GUIDED: Final = 2
 _ENCODE_AREA: Final = 4 * 1024**2
 """The most pixels that the autoencoder encodes at once on a GPU."""
 _TEXT_PARTS: Final = 16
-"""The most rows of tokens that the text encoders encode at once on a GPU."""
+"""The most rows of tokens that the text encoders encode at once on a GPU. A caption has one or more
+rows."""
 
 
 class Sizes(Protocol):
     """What the estimate needs to know about a family; see `PipelineFamily`."""
 
+    # The name of the denoiser, and the layers and file formats of its adapter.
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
     formats: ClassVar[tuple[str, ...]]
@@ -101,6 +103,7 @@ def estimate(
     # Latents are kept as mean and logarithm of the variance, both in f32.
     latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * count
     features = family.text_values * itemsize * count
+    # With a cache on disk, at most MEMORY_LIMIT bytes of the entries are also in memory.
     entries = 0 if config.cache == "off" else latents + features
     cached = entries if config.cache == "memory" else min(entries, MEMORY_LIMIT)
     # On a GPU the cache is not counted: batches are made in host memory.
@@ -127,6 +130,7 @@ def estimate(
         training.append(Item(name, "training adapter", size))
     if _keeps_texts(config):
         training.append(text_weights)
+    # The bytes in host memory for the states of the text encoders' optimizer.
     text_states = 0
     if config.train_text_encoder:
         for part in facts.text_encoders:
@@ -145,6 +149,7 @@ def estimate(
     if config.sample_prompts:
         preview_area = _largest(config, data.train.options.resolution)
         drawing = _drawing(family, itemsize, preview_area) + _DRAWN_BYTES * preview_area
+        # No step runs while previews are drawn.
         idle = [item for item in training if item.what not in _OF_STEPS]
         phases["drawing previews"] = [*_together(idle), Item("previews", "activations", drawing)]
     texts_have_format = any(facts.parts[part].stored_format for part in facts.text_encoders)
@@ -210,7 +215,7 @@ def text_rows_at_once(family: Sizes, config: TrainConfig, limit: float) -> int:
 
 
 def _coding(facts: Facts) -> int:
-    """Return the bytes that the autoencoder takes per pixel to encode or decode an image."""
+    """Return the bytes that the autoencoder (in f32) takes per pixel to encode or decode."""
     return 4 * facts.vae_width * _FEATURE_MAPS
 
 
@@ -240,7 +245,7 @@ def _drawing(family: Sizes, itemsize: int, area: int) -> int:
     facts = family.facts
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
     tile = _coding(facts) * area_at_once(area)
-    # Decoding holds two copies of the image, RGB in f32.
+    # Predicting and decoding do not overlap. Decoding holds two copies of the image, RGB in f32.
     return max(predicting, tile + 2 * 4 * 3 * area)
 
 

@@ -55,9 +55,10 @@ impl Board {
         unsafe { result::memset_d8_async(self.address(), u8::MAX, ENTRIES * size_of::<u64>(), self.stream.cu_stream()) }
     }
 
-    /// Returns the entry of the operation `op`, for a kernel that is about to be queued.
+    /// Returns the address of the entry of the operation `op`, for a kernel that is about to be queued. Gives the
+    /// operation an entry if it has none yet. Marks the board as used, so that the next check reads it.
     pub fn place(&self, op: &'static str) -> Mut {
-        // A replay of a CUDA graph queues the kernel again.
+        // `advance` is repeated by each replay of a CUDA graph, because a replay queues the kernel again.
         self.is_used.advance(|is_used| *is_used = true);
         let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = names.iter().position(|&name| name == op).unwrap_or_else(|| {

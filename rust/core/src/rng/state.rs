@@ -6,7 +6,8 @@
 pub struct State {
     /// The seed.
     pub seed: u64,
-    /// Blocks of four 32-bit numbers drawn so far.
+    /// The position: the number of the next block of four 32-bit numbers, which is the number of blocks that the
+    /// generator has drawn if it began at 0.
     pub offset: u64,
 }
 

@@ -1,5 +1,5 @@
-//! A variable changes after an operation used it. Then the operation's result keeps its old values, or a backward pass
-//! through the result is an error.
+//! Checks, for an operation's test case, what happens if a variable changes after the operation used it: the result
+//! keeps its old values, or a backward pass through the result is an error.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::raw::to_f64_vec;
@@ -10,7 +10,8 @@ use super::walk::{close, draw, text, weights_like};
 type Checked = std::result::Result<(), String>;
 
 fn variables(case: &Case, device: &Device) -> Result<Vec<Var>> {
-    draw(case, DType::F32, false)?.iter().map(|x| Var::from_tensor(&x.to_device(device)?)).collect()
+    let strided = false;
+    draw(case, DType::F32, strided)?.iter().map(|x| Var::from_tensor(&x.to_device(device)?)).collect()
 }
 
 fn run(case: &Case, vars: &[Var]) -> Result<Tensor> {
@@ -32,6 +33,7 @@ fn gradients(vars: &[Var]) -> Result<Vec<Vec<f64>>> {
         .collect()
 }
 
+/// An error if `found` and `expected` (lists of tensors' values) differ. `what` names them in the error.
 fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
     found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
 }

@@ -1,4 +1,4 @@
-//! The block: attention and a gated feed-forward layer, each between two norms.
+//! A block of Z-Image's transformer: attention and a gated feed-forward layer, each between two norms.
 
 use trainable_candle_core::ops::gated_add::gated_add;
 use trainable_candle_core::{Result, Tensor};
@@ -124,13 +124,15 @@ impl Block {
         gated_add(x, &result, &vector(scale + 1)?.tanh()?)
     }
 
-    /// Adds to `saved` what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens. `saved.outside` counts the modulation, which is
+    /// computed outside of the block's checkpoint.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let values = tokens * self.dim;
         // If the modulation's layer has an adapter, each half keeps the values that its scale and its gate multiply.
         let is_adapted = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
         let multiplied = if is_adapted { 2 * values } else { 0 };
         saved.outside(|saved| {
+            // One condition for a sample, as one token.
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         let continues_previous = false;

@@ -91,8 +91,9 @@ impl Rule for AdamWScheduleFreeRule {
     });
     // The states `weight_sum` and `lr_max` belong to the whole parameter.
     const ELEMENTWISE: bool = false;
-    // As in the paper, z is the iterate, x the average of the iterates, and y (the parameter) the point at which gradients
-    // are computed. State 0 is z. The average x solves y = beta1 * x + (1 - beta1) * z, so x = y + (1 - 1 / beta1) * (z - y).
+    // As in the paper, z is the iterate, x the average of the iterates, and y (the parameter) the point at which
+    // gradients are computed. State 0 is z. The average x solves y = beta1 * x + (1 - beta1) * z, so
+    // x = y + (1 - 1 / beta1) * (z - y).
     const AVERAGE: Option<Average<AdamWScheduleFreeConfig>> =
         Some(Average { state: 0, weight: |config| 1.0 - 1.0 / config.betas.0 });
 
@@ -134,8 +135,8 @@ fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_,
     );
 }
 
-/// Updates all elements of a parameter. z is the iterate, x the average of the iterates, and y (the parameter) the point
-/// at which gradients are computed: y = beta1 * x + (1 - beta1) * z. x is not stored.
+/// Updates all elements of a parameter. z is the iterate, x the average of the iterates, and y (the parameter) the
+/// point at which gradients are computed: y = beta1 * x + (1 - beta1) * z. x is not stored.
 #[inline(always)]
 fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(z), StateSlice::Float(square), StateSlice::Float(weight_sum), StateSlice::Float(lr_max)] =

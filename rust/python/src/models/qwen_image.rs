@@ -64,6 +64,7 @@ impl QwenImageTransformer {
         let forward = |timestep: &_| {
             self.0.forward(x, QwenImageConditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, lengths })
         };
+        // Without the GIL, because a forward pass takes long.
         detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
     }
 }

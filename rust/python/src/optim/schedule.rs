@@ -10,8 +10,8 @@ use crate::error::Result;
 
 const OP: &str = "lr_scheduler";
 
-/// A learning-rate schedule with warm-up, as in transformers: the factor by which the initial learning rate is
-/// multiplied in each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
+/// A learning-rate schedule with warm-up, as in transformers: the factor that multiplies the initial learning rate in
+/// each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
 /// `kind` determines it.
 ///
 /// Args:

@@ -62,8 +62,8 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // The registers that hold a tile's rows of one column. A tile has `vectors * columns` accumulators, which must
-        // fit into the processor's registers.
+        // The number of registers for the rows of one column of a tile. A tile has `vectors * columns` accumulators,
+        // which must fit into the processor's registers.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,
@@ -73,6 +73,7 @@ impl<T: Real> WithSimd for Outer<T> {
         let full_rows = self.m / lanes * lanes;
         let mut i = 0;
         while i < self.m {
+            // The last rows, which do not fill a register, are read from a packed panel one register wide.
             let (rows, a, a_step) = if i < full_rows {
                 // SAFETY: `a` has row `i`.
                 ((vectors * lanes).min(full_rows - i), unsafe { self.a.add(i) }, self.a_step)

@@ -1,4 +1,5 @@
-//! The CPU form. All ids are checked before the first is used.
+//! The CPU form of picking elements by integer ids (`index_select`, `embedding`, `gather`), and of its gradients. All
+//! ids are checked before the first is used.
 //!
 //! A tensor is treated as (outer, size, inner), where `size` is the dimension that is indexed; o, j (or an id) and i
 //! are indices in these three. If ids repeat, one thread adds the gradients of an element, in the order of the ids.
@@ -42,6 +43,7 @@ pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
         if len > 0 {
             let rows = rows_per_block(inner);
             par_chunks_mut(&mut y, rows * inner, |piece, y| {
+                // A row is y[o, j, ..].
                 for (row, y) in y.chunks_mut(inner).enumerate() {
                     let row = piece * rows + row;
                     let (o, j) = (row / indices.len(), row % indices.len());
@@ -78,6 +80,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
                 for (row, dx) in dx.chunks_mut(inner).enumerate() {
                     // This row is dx[o, id, ..].
                     let (o, id) = ((start + row) / size, (start + row) % size);
+                    // The rows of the next o begin with the smallest id again.
                     if id == 0 {
                         next = 0;
                     }

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/index.cu`.
+//! The CUDA form of picking elements by integer ids (`index_select`, `embedding`, `gather`): `kernels/index.cu`.
 //!
 //! The host does not read ids, because that would synchronize. A kernel that finds an id out of range writes the id's
 //! position to the device's board, memory that the host reads at the next synchronization, which returns the error.
@@ -13,7 +13,9 @@ use crate::cuda::launch::{Kernel, Mut, Shape, any_suffix, count32, empty, input,
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
-/// Sizes of a tensor (outer, size, inner), where `size` is the dimension that is indexed, and of its ids.
+/// Sizes of a tensor x, treated as (outer, size, inner), where `size` is the dimension that is indexed, and of its ids.
+/// In the formulas below, o, an id and i are indices in these three dimensions, and j is an index along the ids; y and
+/// its gradient g are (outer, count, inner).
 struct Sizes {
     outer: usize,
     size: usize,
@@ -127,6 +129,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     let (ids, bytes) = dense_ids(op, ids)?;
     // The kernels expect 128 threads in a block. Each thread adds the gradients of `wide` elements, so a tile is
     // 128 · `wide` of the (outer, inner) elements. A task is a tile of one id, or of one index along `dim` of `dx`.
+    // The scatter kernel is for few ids and writes only the rows of `dx` that they name; the other one writes all.
     let tiles = (sizes.outer * sizes.inner).div_ceil(128 * wide(g.dtype()));
     let tasks = tiles * if scatters { sizes.count } else { sizes.size };
     let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };

@@ -1,4 +1,5 @@
-//! [`DeviceMaster`]: the f32 master values of a variable in device memory.
+//! [`DeviceMaster`]: the f32 master values of a variable in device memory. Steps update the master values; the variable
+//! gets them rounded to f16 or bf16.
 
 use trainable_candle_core::capture::Follower;
 use trainable_candle_core::compute::copy_into;
@@ -15,8 +16,8 @@ pub(super) struct DeviceMaster {
 }
 
 impl DeviceMaster {
-    /// Sets the master values to those of `parameter` on the host if they are current, otherwise to the values of the
-    /// variable itself.
+    /// Sets the master values to those of `parameter` on the host if they are current (derived from the variable's
+    /// present version), otherwise to the values of the variable itself.
     pub(super) fn take(&self, parameter: &Parameter) -> Result<()> {
         let version = parameter.var.version();
         match parameter.master.as_ref().filter(|master| master.version == version) {

@@ -176,8 +176,8 @@ impl Phase<'_> {
     /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range
     /// of source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
-        // Before the panel are all rows of the earlier channels, then the earlier rows of this block. `rows` is the number
-        // of rows with padding.
+        // Before the panel are all rows of the earlier channels, then the earlier rows of this block. `rows` is the
+        // number of rows with padding.
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.taps() * (rows * (group * self.depth() + block.start) + row * block.len())
     }

@@ -1,4 +1,4 @@
-//! The CPU form.
+//! The CPU form of the group norm.
 //!
 //! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel,
 //! then the sums of a group's channels are added. Chan's formula joins the means and the sums of squared deviations of
@@ -49,6 +49,7 @@ pub(super) fn backward<const SILU: bool>(
     let size = norm.size;
     dispatch_float!(x.dtype(), norm.op, T => {
         let (weight, bias) = (norm.affine.scale(size.channels)?, norm.affine.shift(size.channels)?);
+        // Input 0 is x.
         let wants_input = context.needs(0);
         let (grad_x, [grad_weight, grad_bias]) =
             read_all(norm.op, &[x, grad, mean, rstd], |operands| {
@@ -102,8 +103,9 @@ impl Size {
         let sample = index / self.blocks_per_sample();
         let first = index % self.blocks_per_sample() * self.block_positions();
         let end = self.positions.min(first + self.block_positions());
-        let before = sample * self.positions;
-        Block { sample, index, elements: (before + first) * self.channels..(before + end) * self.channels }
+        let sample_start = sample * self.positions;
+        let elements = (sample_start + first) * self.channels..(sample_start + end) * self.channels;
+        Block { sample, index, elements }
     }
 
     /// Calls `f` for each block, on several threads.
