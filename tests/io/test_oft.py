@@ -76,6 +76,18 @@ def test_lycoris_files_rotate_outputs(
     np.testing.assert_allclose(weights(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_lycoris_file_that_is_saved_again_keeps_its_block_size_in_the_metadata(
+    unet: tc.models.SDXLUNet, tmp_path: Path, read_metadata: Callable[[Path], dict[str, str]]
+) -> None:
+    """LyCORIS computes the size of the blocks from `ss_network_dim`."""
+    outputs = len(weights(unet)[f"{LAYER}.weight"])
+    tensors = {f"{KEY}.oft_blocks": tc.zeros((outputs // 4, 4, 4)), f"{KEY}.alpha": tc.tensor(0.0)}
+    tc.save_file(tensors, tmp_path / "a.safetensors")
+    adapter = unet.load_adapter(tmp_path / "a.safetensors")
+    adapter.save(tmp_path / "b.safetensors", format="kohya")
+    assert read_metadata(tmp_path / "b.safetensors")["ss_network_dim"] == "4"
+
+
 # In peft, the exact form has the opposite sign of Q to that of the series.
 @pytest.mark.parametrize(
     ("settings", "rotation"),

@@ -37,11 +37,11 @@ pub(super) fn entries(
     }
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
-        // The entries have one rank and one alpha for the whole file: those of the first layer with a rank. The rank in
-        // the settings is 0 only if the adapter was read from a file without low-rank factors. A new OFT adapter has
-        // the configuration's rank there, although OFT ignores it.
-        let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
+        // The entries have one rank and one alpha for the whole file: those of the first layer with a rank. The rank in
+        // the settings is 0 only if the adapter was read from a file without low-rank factors. OFT has no rank.
+        let mut layers = parts.iter().flat_map(|(_, _, layers)| layers);
+        let layer = layers.find(|layer| kind == "oft" || layer.settings.rank > 0);
         let (rank, alpha) = match layer {
             // For OFT, LyCORIS takes the block size from the entry for the rank, and from the entry for alpha a limit
             // of the rotation.
