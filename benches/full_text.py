@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MODELS: Final = {"qwen2": QWEN2, "llama": LLAMA3}
 SPECIAL: Final = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# `{% generation %}` encloses the tokens of answers, which training counts.
 TEMPLATE: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
@@ -30,7 +31,7 @@ TEMPLATE: Final = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 QUESTION, ANSWER = 40, 120
-"""The mean numbers of words of a question and of an answer."""
+"""The mean numbers of words of a question and of an answer, beyond the first word of each."""
 
 
 def write_model(folder: Path, model: str, device: str = "cpu") -> None:
@@ -79,6 +80,7 @@ def _chats(count: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def _words(count: int = 4000) -> list[str]:
+    """Return words of 2 to 9 random letters, the same in every call."""
     random = np.random.default_rng(2)
     a, z = ord("a"), ord("z")
     return ["".join(map(chr, random.integers(a, z + 1, 2 + n % 8))) for n in range(count)]

@@ -28,8 +28,10 @@ def page(path: str) -> str:
         if match[1].startswith(("http", "#")):
             return match[0]
         target = normpath(join(dirname(path), match[1]))
-        inside = target.removeprefix("docs/")
-        return f"]({inside})" if inside != target else f"]({SOURCES}{target})"
+        # The files of `docs/` are at the top of the site.
+        path_on_site = target.removeprefix("docs/")
+        is_in_docs = path_on_site != target
+        return f"]({path_on_site})" if is_in_docs else f"]({SOURCES}{target})"
 
     return re.sub(r"\]\(([^)\s]+)\)", link, (reference.ROOT / path).read_text())
 
@@ -42,6 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """
     if not (GALLERY / "gallery.md").exists():
         raise PluginError(f"{GALLERY} has no gallery; run `make docs`, which makes it")
+    # The texts of the pages by their paths in the site.
     made = {
         "index.md": page("README.md"),
         "examples.md": page("examples/README.md"),
@@ -49,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
+    # The gallery's page and its images.
     for file in sorted(GALLERY.glob("*.*")):
         files.append(File.generated(config, file.name, content=file.read_bytes()))
     config.nav = [*(config.nav or []), {"Reference": [*reference.pages()]}]
@@ -66,6 +70,7 @@ def on_post_build(config: MkDocsConfig) -> None:
         html = (Path(config.site_dir) / path).with_suffix(".html").read_text()
         # The page of a module is named after it, and that of the package itself `trainable_candle`.
         module = Path(path).name.removesuffix(".md")
+        # `names` takes "" for the package itself. In its names, the prefix below is doubled.
         for name in reference.names(module.removeprefix("trainable_candle")):
             full = f"trainable_candle.{module}.{name}".replace(
                 "trainable_candle.trainable_candle", "trainable_candle"

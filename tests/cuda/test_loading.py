@@ -2,7 +2,7 @@
 
 candle is the Rust library whose tensors this package uses. Its kernels are PTX, which the driver
 compiles at first use; that takes seconds. The log of the simulated device gives the architecture of
-PTX as "any".
+PTX as "any". `run.of("refused")` are the calls that the simulated device rejected.
 """
 
 import json
@@ -14,6 +14,7 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
+# A snippet for `cuda.run`, which imports `tc` before it; the test replaces FOLDER.
 # The simulated device allocates device memory in the process that runs LOAD, so this process's
 # VmRSS (resident memory) and VmHWM (its peak) include all device memory that was written.
 LOAD = """
@@ -38,6 +39,7 @@ LOAD = """
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
 def test_loading_a_model_takes_little_host_memory(cuda: Any, tmp_path: Path) -> None:
     tiny_config = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet" / "config.json"
+    # Wide enough for a file of more than 500 MiB.
     wider = {"block_out_channels": [128, 768, 768], "attention_head_dim": [2, 12, 12]}
     config = json.loads(tiny_config.read_text()) | wider
     (tmp_path / "config.json").write_text(json.dumps(config))

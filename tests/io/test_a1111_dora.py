@@ -1,4 +1,4 @@
-"""A1111's formula for DoRA, on files with kohya's names."""
+"""The formula for DoRA of A1111 (AUTOMATIC1111's web UI), on files with kohya's names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +40,11 @@ def test_only_a_magnitude_for_each_input_is_applied_as_trained(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     base = {name: value.numpy() for name, value in unet.named_tensors().items()}
+    # `attach` gives the adapter random values. `save` lists the layers whose adapter has no effect.
     assert attach(unet, kind).save(path, format="kohya") == []
     unet.merge_adapter()
     merged = {name: value.numpy() for name, value in unet.named_tensors().items()}
+    # The parameters of each module of the file, by their names without the module's name.
     modules: dict[str, Arrays] = {}
     for key, value in tc.load_file(path).items():
         module, _, parameter = key.partition(".")
@@ -56,6 +58,7 @@ def test_only_a_magnitude_for_each_input_is_applied_as_trained(
         errors.append(float(np.linalg.norm(found - merged[name]) / change))
     assert len(errors) == len(modules) > 200
     assert main(["verify", str(path), "--weights", str(sdxl)]) == 0
+    # The line goes on with the reason if A1111 applies no module as trained.
     line = "A1111 applies " + (f"{len(modules)}\n" if is_exact else "0; ")
     text = capsys.readouterr().out
     assert line in text

@@ -27,6 +27,7 @@ def test_operators_on_masks_reject_operands_that_are_no_masks(
     op: Callable[[Any, Any], Any], values: list[float]
 ) -> None:
     numbers, mask = tc.tensor(values), tc.tensor(values) > 0
+    # Of Python's values, only True and False are masks, so 3 is none.
     for left, right in ((numbers, mask), (mask, numbers), (mask, 3)):
         with pytest.raises(tc.DTypeError, match=r"expected a mask .* `x != 0`"):
             op(left, right)

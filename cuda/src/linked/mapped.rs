@@ -1,7 +1,7 @@
-//! Pinned memory of the host that kernels read and write over the bus, under the same address as the host.
+//! Pinned memory of the host that kernels read and write over the bus. Kernels use the same addresses as the host.
 //!
-//! Tensors own this memory as they own device memory: freeing a tensor calls the replacement of `cuMemFreeAsync`, which passes addresses
-//! of this memory to [`free`]. The memory is in no [`Allocator`](crate::allocator::Allocator) and is not counted as device memory.
+//! Tensors own this memory as they own device memory: freeing a tensor calls this crate's replacement of `cuMemFreeAsync`, which passes
+//! addresses of this memory to [`free`]. The memory is in no [`Allocator`](crate::allocator::Allocator) and is not counted as device memory.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -18,7 +18,7 @@ struct Block {
     /// The context that the block was allocated in.
     context: usize,
     /// None while the block has an owner. After the owner has freed the block: the stream whose work may still use the block.
-    last: Option<usize>,
+    last_stream: Option<usize>,
 }
 
 /// The blocks by address.
@@ -34,6 +34,7 @@ fn blocks() -> MutexGuard<'static, BTreeMap<u64, Block>> {
 /// # Errors
 /// The driver's error.
 pub fn allocate(size: usize) -> Result<u64, Status> {
+    // Also free blocks that an earlier call could not free while a graph was captured.
     sweep();
     let (mut address, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: the signatures are the driver's. With unified addressing, which every 64-bit system has, kernels use the address of the host.
@@ -42,7 +43,7 @@ pub fn allocate(size: usize) -> Result<u64, Status> {
         check(driver::cuMemHostAlloc(&raw mut address, size, PORTABLE_AND_MAPPED))?;
         std::ptr::write_bytes(address.cast::<u8>(), 0, size);
     }
-    blocks().insert(address as u64, Block { size, context: context as usize, last: None });
+    blocks().insert(address as u64, Block { size, context: context as usize, last_stream: None });
     Ok(address as u64)
 }
 
@@ -51,7 +52,7 @@ pub fn owns(address: u64) -> bool {
     blocks().range(..=address).next_back().is_some_and(|(start, block)| address - start < block.size as u64)
 }
 
-/// The bytes of all blocks.
+/// The bytes of all blocks, including those that have no owner but are not freed yet.
 pub fn held() -> usize {
     blocks().values().map(|block| block.size).sum()
 }
@@ -59,27 +60,27 @@ pub fn held() -> usize {
 /// Free a block once the work that is now queued on `stream` is done. Returns false if the address is not that of a
 /// block.
 pub(crate) fn free(address: u64, stream: Stream) -> bool {
-    let is_known = blocks().get_mut(&address).map(|block| block.last = Some(stream as usize)).is_some();
+    let is_known = blocks().get_mut(&address).map(|block| block.last_stream = Some(stream as usize)).is_some();
     if is_known {
         sweep();
     }
     is_known
 }
 
-/// Free the blocks that have no owner. While a graph is captured, nothing can wait for a stream, so these blocks stay
+/// Wait for the streams of the blocks that have no owner, and free these blocks. While a graph is captured, nothing can wait for a stream, so these blocks stay
 /// until a later call.
 pub(crate) fn sweep() {
     let mut blocks = blocks();
     let waiting: Vec<u64> =
-        blocks.iter().filter(|(_, block)| block.last.is_some()).map(|(&address, _)| address).collect();
+        blocks.iter().filter(|(_, block)| block.last_stream.is_some()).map(|(&address, _)| address).collect();
     if waiting.is_empty() || is_capturing() {
         return;
     }
-    let mut before = std::ptr::null_mut();
+    let mut previous_context = std::ptr::null_mut();
     // SAFETY: the signature is the driver's.
-    unsafe { driver::cuCtxGetCurrent(&raw mut before) };
+    unsafe { driver::cuCtxGetCurrent(&raw mut previous_context) };
     for address in waiting {
-        let Some(Block { context, last: Some(stream), .. }) = blocks.get(&address) else { continue };
+        let Some(Block { context, last_stream: Some(stream), .. }) = blocks.get(&address) else { continue };
         // SAFETY: contexts and streams live as long as the process. A block without an owner is freed once, after the work that uses it.
         // An error of the driver cannot be handled here; it leaks the block.
         unsafe {
@@ -91,10 +92,10 @@ pub(crate) fn sweep() {
         blocks.remove(&address);
     }
     // SAFETY: the context was current before.
-    unsafe { driver::cuCtxSetCurrent(before) };
+    unsafe { driver::cuCtxSetCurrent(previous_context) };
 }
 
-/// Copy `size` bytes to other memory of the host, after the work that is queued on `stream`.
+/// Copy `size` bytes of this pinned memory to other memory of the host, after the work that is queued on `stream`.
 ///
 /// # Errors
 /// The driver's error.

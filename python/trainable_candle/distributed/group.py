@@ -123,7 +123,8 @@ def make_group(world: World | None, device: str, facts: Mapping[str, str], **opt
         world: the ranks of this process, and where the processes meet.
         device: the device on which this process computes; not `auto`.
         facts: what must be equal in all processes, by name.
-        options: the keyword arguments of `Processes`.
+        options: further keyword arguments of `Processes`, the group of several processes: the
+            dtype in which GPUs exchange gradients, and the time limit of a step.
 
     Raises:
         DistributedError: the processes do not find each other, their versions, kinds of device or

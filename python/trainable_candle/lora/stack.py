@@ -32,6 +32,7 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
         MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
         ConfigError: a file has adapters other than LoRA, which cannot be added up as factors.
     """
+    # For each layer, the factors from each file that adapts the layer.
     parts: dict[str, list[Factors]] = {}
     for path, scale in files:
         adapter = model.load_adapter(path, scale=scale)
@@ -46,7 +47,7 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
         for name, down in values.items():
             layer = name.removesuffix(_DOWN)
             if layer == name:
-                continue
+                continue  # The parameter is an up factor, which is read with its down factor.
             up = values[layer + _UP]
             rank = down.shape[0]
             matrices = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1))

@@ -164,6 +164,7 @@ class Module:
     def _slots(self, prefix: str, node: Any, seen: set[int]) -> Iterator[Slot]:
         """Yield a slot for every tensor inside `node`, under names that start with `prefix`.
 
+        A slot has the tensor, its name, its owner (a module or container) and its key in the owner.
         A module or container in several places is searched in the first place only; `seen` has the
         ids of those already searched. A tensor in several places has a slot for each place.
         """
@@ -256,7 +257,7 @@ class Module:
             dtype = dtype if target is None else target
         if None not in given:
             raise ArgumentError(f"to: found {given[0]!r} and {given[1]!r}, expected one of them")
-        # Tensors have dtypes and devices under their own names: "cuda" becomes "cuda:0".
+        # A tensor reports the full name of its dtype and device: "cuda" becomes "cuda:0".
         new_dtype = None if dtype is None else zeros((), dtype=dtype).dtype
         if new_dtype is not None and new_dtype not in _FLOATS:
             raise DTypeError(f"to: the dtype is {new_dtype}, expected one of {', '.join(_FLOATS)}")

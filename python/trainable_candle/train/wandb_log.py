@@ -20,7 +20,7 @@ _ID: Final = "wandb-id.txt"
 
 
 class WandbLog(Callback):
-    """Logs the values of `JsonLog` to a run of a wandb project.
+    """Logs the values of `JsonLog`, such as the loss of a step, to a run of a wandb project.
 
     The names of a step's values are `train/...`; those of metrics are `validation/...` and so on.
     Resumed training continues the same wandb run. wandb sends the values to its server, unless
@@ -59,6 +59,7 @@ class WandbLog(Callback):
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Start a wandb run; resumed training continues the one whose id is in the folder."""
         path = self._folder / _ID
+        # A run at step 0 is new, even if the folder has the id of an earlier run.
         resumes = trainer.step and path.exists()
         known_id = path.read_text(encoding="utf-8").strip() if resumes else None
         self._run = self._wandb.init(
@@ -66,6 +67,7 @@ class WandbLog(Callback):
             config=dict(trainer.settings),
             dir=str(self._folder),
             id=known_id,
+            # "allow" continues the wandb run, or starts one with this id if there is none.
             resume="allow" if known_id else None,
         )
         write_atomically(path, f"{self._run.id}\n")

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.gpu
 def test_hidden_states_of_padded_texts_are_near_those_of_the_cpu(
     gpu: str, flux2_base: Path
 ) -> None:
-    tokens = np.arange(40) % 256
-    for words in (1, 23, 40):  # The first tokens are words, the other ones padding.
+    tokens = np.arange(40)
+    # The first `text_tokens` of the 40 tokens are the text, the other ones padding.
+    for text_tokens in (1, 23, 40):
+        # For each device, the states after 3 layers and after 9.
         states = [
             CausalLM.from_pretrained(
                 flux2_base / "text_encoder", layers=9, dtype="f32", device=device
-            ).padded_states(tc.tensor(tokens, device=device), words, [3, 9])
+            ).padded_states(tc.tensor(tokens, device=device), text_tokens, [3, 9])
             for device in ("cpu", gpu)
         ]
         for expected, found in zip(*states, strict=True):
@@ -38,7 +40,8 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
 ) -> None:
     """Previews between the steps, which turn the training adapter off, do not change the losses.
 
-    On the GPU, the steps are CUDA graphs that include the training adapter.
+    A training adapter is a frozen adapter that is applied in training steps only, besides the
+    trained one. On the GPU, the steps are CUDA graphs that include the training adapter.
     """
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
@@ -54,10 +57,12 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
         train_adapter(config)
         return [float(row["loss"]) for row in read_log(tmp_path / output / "train.csv")]
 
+    # The adapter of a short first run is the training adapter of the two compared runs.
     losses("first", "cpu", steps=2, learning_rate=1e-2, max_grad_norm=0.0)
-    over = {"training_adapter": str(tmp_path / "first" / "adapter.safetensors")}
-    expected, found = losses("cpu", "cpu", **over), losses("gpu", gpu, **over)
+    training = {"training_adapter": str(tmp_path / "first" / "adapter.safetensors")}
+    expected, found = losses("cpu", "cpu", **training), losses("gpu", gpu, **training)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
     task = families.load(name, base, "f32", gpu)
     task.load_adapter(tmp_path / "gpu" / "adapter.safetensors", 1.0)
+    # `size` is (width, height); the images have shape (images, height, width, channels).
     assert task.draw(["a"], SampleOptions(steps=2, size=(32, 16))).shape == (1, 16, 32, 3)

@@ -3,18 +3,18 @@
 use super::effects::note_seed;
 
 /// The state of a random generator: its seed and its position. A draw advances the position, and each replay advances
-/// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays do not
-/// set it.
+/// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays would not
+/// set it again: capturing such a function is an error.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// Creates a generator that starts at `state`. Unlike [`at`](Self::at), this does not record that a state was set.
+    /// Creates a generator that starts at `state`. Unlike [`seeded`](Self::seeded), this does not record that a state was set.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }
 
     /// Creates a generator that starts at `state`, and records that a state was set.
-    pub(crate) fn at(state: S) -> Self {
+    pub(crate) fn seeded(state: S) -> Self {
         note_seed();
         Self(state)
     }
@@ -25,7 +25,7 @@ impl<S: Copy> Generator<S> {
 
     /// Continues from `state`, and records that a state was set.
     pub(crate) fn set(&mut self, state: S) {
-        *self = Self::at(state);
+        *self = Self::seeded(state);
     }
 
     /// Draws with `advance`, which advances the position; returns its result.
@@ -42,10 +42,10 @@ mod tests {
     #[test]
     fn a_capture_notes_that_the_state_is_set_but_not_draws() {
         let mut generator = Generator::initial(1);
-        let run = Run::begin(true).unwrap();
+        let run = Run::begin(/* capturing */ true).unwrap();
         generator.draw(|state| *state += 1);
         assert!(!run.finish().has_seeded);
-        let run = Run::begin(true).unwrap();
+        let run = Run::begin(/* capturing */ true).unwrap();
         generator.set(5);
         assert!(run.finish().has_seeded);
         assert_eq!(generator.get(), 5);

@@ -1,6 +1,6 @@
 //! The effects of a captured function on the host. Replays of the function's graph repeat these effects.
 //!
-//! A CUDA graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
+//! A function is captured when a call of it is recorded as a CUDA graph. The graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
 //! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind
 //! of host state has a type here. The methods of the type are the only access to the value, and they record what
 //! captures need to know. Some types have two methods to read. The owner of the state calls the method that records
@@ -30,13 +30,16 @@ pub use fixed::Fixed;
 pub use host::HostState;
 pub use version::Follower;
 
+// Identifies the storage of a gradient.
 pub(crate) use effects::Place;
+// A run of a function that records its effects on the host, and these effects.
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "graphs exist on CUDA alone"))]
 pub(crate) use effects::{Effects, Run};
 pub(crate) use generator::Generator;
 pub(crate) use slot::{GradientSlot, Settle};
 pub(crate) use version::Version;
 
+// A function and its recorded graph.
 pub use crate::cuda::Captured;
 
 /// A function of tensors that can be captured.

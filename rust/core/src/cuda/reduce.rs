@@ -1,4 +1,4 @@
-//! Reductions and cumulative sums.
+//! Reductions and cumulative sums on CUDA devices.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::reduce::{
@@ -41,13 +41,14 @@ fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64
     if dims.is_empty() {
         return copy(x);
     }
+    // Neighbouring dimensions that are all reduced, or all kept, are merged: (whether it is reduced, size) of each.
     let mut groups = groups(x.dims(), dims);
     let mut result = contiguous(x)?;
-    // Groups of merged dimensions are reduced one after the other. Only the final results are rounded to x's dtype.
-    while let Some(place) = groups.iter().rposition(|&(reduced, _)| reduced) {
+    // Merged dimensions are reduced one after the other. Only the final results are rounded to x's dtype and divided.
+    while let Some(index) = groups.iter().rposition(|&(reduced, _)| reduced) {
         let size = |groups: &[(bool, usize)]| groups.iter().map(|&(_, n)| n).product();
-        let sizes = [size(&groups[..place]), groups[place].1, size(&groups[place + 1..])];
-        groups[place] = (false, 1);
+        let sizes = [size(&groups[..index]), groups[index].1, size(&groups[index + 1..])];
+        groups[index] = (false, 1);
         let is_final = !groups.iter().any(|&(reduced, _)| reduced);
         result =
             along(op, &result, sizes, if is_final { (x.dtype(), divisor) } else { (accumulator(x.dtype()), 1.0) })?;
@@ -59,6 +60,7 @@ fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64
 /// written in `dtype`.
 fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divisor): (DType, f64)) -> Result<Raw> {
     let chunk = chunk_length(outer, n, inner);
+    // An `n` of 0 counts as one empty chunk, whose sum is 0.
     let chunks = n.div_ceil(chunk).max(1);
     if chunks == 1 {
         return reduce_chunks(op, x, [outer, n, inner], chunk, (dtype, divisor));
@@ -94,11 +96,12 @@ fn reduce_chunks(
         return Ok(y);
     }
     let (kernel, shape) = if inner == 1 {
-        // A warp for each chunk, or a block for each long chunk.
-        let [threads, rows] = if n.min(chunk) <= 1024 { [32, 8] } else { [256, 1] };
-        let shape = Shape::linear(op, (outer * chunks).div_ceil(rows as usize), threads)?;
-        (rows_kernel(op), Shape { block: [threads, rows, 1], ..shape })
+        // A block has 256 threads: a warp for each of 8 chunks, or all threads for one long chunk.
+        let [threads, block_chunks] = if n.min(chunk) <= 1024 { [32, 8] } else { [256, 1] };
+        let shape = Shape::linear(op, (outer * chunks).div_ceil(block_chunks as usize), threads)?;
+        (rows_kernel(op), Shape { block: [threads, block_chunks, 1], ..shape })
     } else {
+        // A task is 32 columns of one chunk: 8 rows of 32 threads, a thread for each column.
         let shape = Shape::linear(op, inner.div_ceil(32), 32)?;
         // At most 65,535 blocks fit along the second axis of a grid; a block of the kernel loops over several tasks.
         let tasks = (outer * chunks).min(65_535) as u32;
@@ -112,7 +115,8 @@ fn reduce_chunks(
     Ok(y)
 }
 
-/// The kernel for `inner` = 1. Means are sums that are divided.
+/// The kernel for `inner` = 1. Means are sums that are divided. All kernels of reductions have the arguments of
+/// `SumRows`.
 fn rows_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
         "max" => &MAX_ROWS,
@@ -155,6 +159,7 @@ fn lines(op: &'static str, kernel: &Kernel<Argmax>, x: &Raw, dim: usize, dims: &
         return Ok(y);
     }
     let [outer, n, inner] = outer_n_inner(x.dims(), dim);
+    // 32 threads, a warp, for each line.
     let shape = Shape::threads(op, outer * inner * 32)?;
     let [outer, n, inner] = [outer, n, inner].map(|size| size as u64);
     let arguments = Argmax { y: output(op, &y)?, x: input(op, &x)?, outer, n, inner };

@@ -36,6 +36,7 @@ impl Backward for ToDeviceBackward {
 /// `x` is a small view of it. A copy to a GPU does not block the host.
 fn copied(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
+        // A copy to the CPU waits for the GPU, which a CUDA graph cannot do.
         capture::refuse(TO_DEVICE.name)?;
         return to_cpu(x);
     }
@@ -62,7 +63,8 @@ impl Tensor {
             return Ok(self.clone());
         }
         if !is_float(dtype) {
-            // Integers carry no gradient, as in torch.
+            // Integers carry no gradient, as in torch. So the operation is not recorded, and checkpoints must be told
+            // that it reads this tensor.
             checkpoint::reads(&[self]);
             return compute::convert(&self.raw, dtype).map(Self::constant);
         }
@@ -84,6 +86,7 @@ impl Tensor {
         };
         let from = self.dtype();
         let mut copy = record(&CAST, &[self], || var.copy_in(dtype), |_, _| CastBackward(from))?;
+        // The result has the variable's version, so that a backward pass notices if the variable has changed since.
         copy.version.clone_from(&self.version);
         Ok(copy)
     }
@@ -112,7 +115,7 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file.
+/// Registry entries of this file. A case has a label, the shapes of its inputs, and the function to test.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

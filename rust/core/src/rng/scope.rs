@@ -149,9 +149,9 @@ pub struct Stream(#[allow(dead_code, reason = "dropping it ends the scope")] Gua
 impl Stream {
     /// A generator that begins at `start`; see [`State::of`].
     pub fn enter(start: State) -> Self {
-        // Unlike `initial`, `at` notes that a state was set. A CUDA graph that is being recorded must know this,
+        // Unlike `initial`, `seeded` notes that a state was set. A CUDA graph that is being recorded must know this,
         // because its replays do not set the state.
-        Self(Guard::enter(Scope::Stream(Generator::at(start))))
+        Self(Guard::enter(Scope::Stream(Generator::seeded(start))))
     }
 }
 

@@ -101,15 +101,16 @@ pub fn prepare_adapters(
         .iter()
         .map(|(names, _, layers)| modules(format, names, &layers.iter().map(Adapted::of).collect::<Vec<_>>()))
         .collect::<Result<_>>()?;
+    // Whether the factors are multiplied by the scales, so that the file needs no alphas.
     let folds = format == AdapterFormat::Diffusers && parts.iter().any(|(names, _, _)| names.folds());
-    let mut trained = BTreeMap::new();
+    let mut trained_alphas = BTreeMap::new();
     for ((names, _, layers), modules) in parts.iter_mut().zip(&modules) {
-        trained.extend(rescale(format, folds, (names, layers), modules)?);
+        trained_alphas.extend(rescale(format, folds, (names, layers), modules)?);
     }
     let title = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let mut entries = metadata::entries(format, folds, &parts, &title);
-    if !trained.is_empty() {
-        entries.insert(alpha::TRAINED.into(), serde_json::json!(trained).to_string());
+    if !trained_alphas.is_empty() {
+        entries.insert(alpha::TRAINED.into(), serde_json::json!(trained_alphas).to_string());
     }
     let path = &if format == AdapterFormat::Peft { peft::file_to_write(path) } else { path.to_path_buf() };
     let mut tensors = BTreeMap::new();
@@ -117,27 +118,31 @@ pub fn prepare_adapters(
     for ((names, set, layers), modules) in parts.iter().zip(&modules) {
         let common = peft::Common::of(set, layers);
         for (key, members) in modules {
-            let mut own = Vec::new();
+            // For each layer of the module: which rows of the module are the layer's (`form`), and its parameters.
+            let mut to_join = Vec::new();
             for &(form, index) in members {
                 let layer = &layers[index];
                 let values = on_host(layer)?;
-                own.push((form, file_parameters(format, (layer, &values), common, dtype, &mut entries)?));
+                to_join.push((form, file_parameters(format, (layer, &values), common, dtype, &mut entries)?));
                 saved.layers += 1;
                 if is_zero(&values)? {
                     saved.zero.push(layer.name.to_owned());
                 }
             }
-            let mut values = fused::join(own)?;
+            let mut values = fused::join(to_join)?;
             // For most parts diffusers rejects the key of an alpha, and peft ignores it. In their formats the alphas
             // are in peft's configuration, or every scale is 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
-                // The rank of a joined module is not that of its layers.
+                // The rank of a joined module may be the sum of its layers' ranks. The layers have one scale, so the
+                // module's alpha is this scale · the module's rank.
                 let module_rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
-                let ranked = module_rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
+                let scaled_rank =
+                    module_rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
                 let alpha = match oft::side(first) {
+                    // OFT's alpha is no scale, but a limit of the rotation.
                     Some(_) => oft::NO_LIMIT,
-                    None if peft::has_rank(first) => ranked,
+                    None if peft::has_rank(first) => scaled_rank,
                     None => 1.0,
                 };
                 values.insert("alpha", Tensor::new(alpha as f32, &Device::Cpu)?);
@@ -157,6 +162,7 @@ pub fn prepare_adapters(
     // Tools that read peft's folders may reject keys that belong to no adapter, so folders get no scales of
     // quantization-aware training.
     if peft::config_beside(path).is_none() {
+        // `scales()` returns the scales of quantization-aware training by layer.
         for (layer, scales) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
             tensors.insert(format!("{QAT_PREFIX}{layer}"), Tensor::from_raw(&host_copy(scales.raw())?));
         }
@@ -212,6 +218,7 @@ fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> 
 fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     let rejected = |text: String| Err(Error::argument(OP, text));
     let Some((first, side)) = layers.iter().find_map(|layer| Some((layer, oft::side(layer)?))) else { return Ok(()) };
+    // The side that programs rotate when they read the format.
     let read = format.oft_side();
     if side != read {
         let instead = if side == OftSide::Input { "peft" } else { "kohya\" or \"comfyui" };
@@ -239,8 +246,8 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
 /// the module's rank.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Change the layers' scales to those that the format needs, without changing the adapters' effects. Returns the alphas
-/// that the changed layers had before, by diffusers' names.
+/// Change the layers' scales to those that the format needs, without changing the adapters' effects. If `folds`, every
+/// scale becomes 1. Returns the alphas that the changed layers had before, by diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -257,23 +264,24 @@ fn rescale(
             *new_scale = (!alpha::same(alpha::of(layer), common)).then(|| common / layer.settings.rank as f64);
         }
     }
-    // The layers of a module get the scale of its first layer.
+    // The layers of a fused module get the scale of its first layer.
     for members in modules.values().filter(|members| members.len() > 1) {
         for &(_, index) in members {
             new_scales[index] = Some(layers[members[0].1].settings.scale);
         }
     }
-    let mut trained = BTreeMap::new();
+    let mut old_alphas = BTreeMap::new();
     for (layer, scale) in layers.iter_mut().zip(new_scales) {
         let Some(scale) = scale.filter(|scale| *scale != layer.settings.scale && *scale != 0.0) else { continue };
-        trained.extend(names.key(layer.name, Style::Diffusers).map(|key| (key, alpha::of(layer))));
+        old_alphas.extend(names.key(layer.name, Style::Diffusers).map(|key| (key, alpha::of(layer))));
         alpha::rescale(layer, scale)?;
     }
-    Ok(trained)
+    Ok(old_alphas)
 }
 
-/// The parameters of one layer with the values that a file in `format` stores, under peft's names. If a file in kohya's
-/// or `ComfyUI`'s format gets magnitudes of outputs (DoRA), the entry [`magnitude::MARK`] is added to `entries`.
+/// The parameters of one layer with the values that a file in `format` stores, under peft's names. In kohya's and
+/// `ComfyUI`'s formats, magnitudes of outputs (DoRA) have the name `dora_scale` instead, and the entry
+/// [`magnitude::MARK`] is added to `entries`.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
@@ -281,10 +289,11 @@ fn file_parameters(
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
 ) -> Result<Parameters> {
+    // The number by which the factor `peft::FOLDED` of a LoKr without a rank is multiplied; 1 for other adapters.
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // If no parameter has a rank, tools other than peft use the scale 1. Therefore a factor is multiplied by the
+        // If no parameter has a rank, tools other than peft use the scale 1. Therefore the factor is multiplied by the
         // scale.
         _ => layer.settings.scale,
     };
@@ -323,6 +332,7 @@ fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DT
         factor.ok_or_else(missing)?.1.detach().to_dtype(dtype)
     };
     let (down, up) = (rounded("lora_A.weight")?, rounded("lora_B.weight")?);
+    // ‖W + ΔW‖ / ‖W‖ of each output.
     let growth = magnitude::growth(&layer.base, &down, &up, layer.settings.scale)?.to_device(&Device::Cpu)?;
     let mut dims = vec![1; layer.base.weight.rank()];
     dims[0] = layer.base.rows();

@@ -49,6 +49,7 @@ const OP: &str = "CausalLM";
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CausalLM(Arc<models::CausalLM>);
 
+// Defines `CausalLM::CLASS`, the entry of this class in the table of models.
 class!(CausalLM);
 
 #[pymethods]
@@ -439,7 +440,8 @@ impl CausalLM {
     }
 }
 
-/// The tensors of a packed row, from the arguments `input_ids`, `positions` and `cu_seqlens`.
+/// The tensors of a packed row, from the arguments `input_ids`, `positions` and `cu_seqlens`. The last are the bounds of
+/// the texts.
 fn packed_row([ids, positions, bounds]: [Argument<PyRef<'_, Tensor>>; 3]) -> Result<[tc::Tensor; 3]> {
     let tensor =
         |given: Argument<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> { Ok(given.get(OP, name)?.0.clone()) };

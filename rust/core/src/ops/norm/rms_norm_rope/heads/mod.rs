@@ -20,7 +20,8 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub op: &'static str,
     /// The norms' scales of queries and of keys, (width) each.
     pub weights: [Option<&'a Raw>; 2],
-    /// cos and sin, (S, width / 2) or (B · S, width / 2); `None` if nothing is rotated.
+    /// cos and sin: (S, width / 2) if all samples have the same angles, otherwise (B · S, width / 2). `None` if nothing
+    /// is rotated.
     pub tables: Option<[&'a Raw; 2]>,
     /// Number of query heads; number of key heads, which is also the number of value heads.
     pub heads: [usize; 2],
@@ -38,7 +39,7 @@ pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
 /// Checks the operands of [`HeadNorms`] for an `x` of B (`batch`) samples of S (`length`) tokens. The scales of queries
 /// and of keys (`weights`) must have shape (width); cos and sin (`tables`) must have shape (S, width / 2) or
-/// (B, S, width / 2). All of them must be frozen.
+/// (B, S, width / 2), which the caller flattens for [`HeadNorms`]. All of them must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
@@ -50,11 +51,14 @@ pub(in crate::ops) fn check_head_norms(
 ) -> Result<()> {
     check_eps(op, eps.unwrap_or(0.0))?;
     for weight in weights {
-        Affine::new(op, x, weight, None, &[width])?;
+        let bias = None;
+        // Checks the weight; the result is not needed.
+        Affine::new(op, x, weight, bias, &[width])?;
         if weight.is_some_and(Tensor::requires_grad) {
             let message = "the scales of queries and keys must be frozen, but one needs a gradient; use rms_norm_rope() to train it";
             return Err(Error::argument(op, message));
         }
+        // Tells checkpoints that the operation reads this tensor, which is not among its recorded inputs.
         checkpoint::reads(weight.as_slice());
     }
     for (name, table) in ["cos", "sin"].into_iter().zip(tables.into_iter().flatten()) {
@@ -97,7 +101,7 @@ impl HeadNorms<'_> {
         )
     }
 
-    /// The first head and the number of heads of queries (`index` 0), keys (1) or values (2).
+    /// The index of the first head, and the number of heads, of queries (`index` 0), keys (1) or values (2).
     const fn range(&self, index: usize) -> [usize; 2] {
         let [heads, key_heads] = self.heads;
         match index {
@@ -120,7 +124,7 @@ impl HeadNorms<'_> {
         Ok(columns.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
-    /// cos and sin; if nothing is rotated, the tables of angle 0: cos = 1, sin = 0.
+    /// cos and sin; if nothing is rotated, tables of one row for all tokens, with angle 0: cos = 1, sin = 0.
     fn tables_or_identity(&self, x: &Raw) -> Result<[Raw; 2]> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
@@ -143,7 +147,7 @@ impl HeadNorms<'_> {
                     statistics.push(rstd);
                     rotated
                 }
-                None => rotation.rotate(&part, false)?,
+                None => rotation.rotate(&part, /* back */ false)?,
             };
             compute::copy_into(&y.narrow(2, first, heads)?, &result)?;
         }
@@ -163,7 +167,7 @@ impl HeadNorms<'_> {
                     let saved = [&self.part(x, index)?, &grad, rstd];
                     cpu::input_gradient(self.op, saved, self.weights[index], &rotation)?
                 }
-                None => rotation.rotate(&grad, true)?,
+                None => rotation.rotate(&grad, /* back */ true)?,
             };
             let columns = dx.narrow(2, first * self.width, heads * self.width)?;
             compute::copy_into(&columns, &grad_x.reshape(columns.shape())?)?;
