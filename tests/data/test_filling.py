@@ -33,6 +33,8 @@ from trainable_candle.errors import DatasetError
 MakePictures = Callable[..., list[Path]]
 SIDE = 16
 DISK = CacheOptions("disk")
+IDENTITY: dict[str, str] = {}
+"""What a cache's results depend on besides the inputs, such as the encoder's weights: nothing."""
 
 
 class LiveCount:
@@ -59,17 +61,21 @@ class Generated(Dataset):
     """A data set that generates its images on request, and counts those in memory."""
 
     def __init__(self, count: int) -> None:
+        # No files are read, so there need be no folder "none".
         options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)
         fit = Buckets(options).fit(SIDE, SIDE)
         assert fit is not None
         items = [
             Item(
-                Picture(Path(f"{number}.png"), "", SIDE, SIDE, f"{number:032x}"),
+                Picture(
+                    Path(f"{number}.png"), caption="", width=SIDE, height=SIDE,
+                    digest=f"{number:032x}",
+                ),
                 fit, trigger="", loss_weight=1.0, repeats=1.0, mask="off",
             )
             for number in range(count)
         ]  # fmt: skip
-        super().__init__(items, options, CaptionOptions(), 0, "")
+        super().__init__(items, options, CaptionOptions(), seed=0, summary="")
         self.decoded = LiveCount()
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
@@ -77,6 +83,7 @@ class Generated(Dataset):
 
 
 def means(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+    """Encode images of shape (n, height, width, 3) as their mean colours, (n, 3)."""
     return {"mean": tc.tensor(pixels.astype(np.float32).mean((1, 2)))}
 
 
@@ -99,7 +106,7 @@ def test_memory_does_not_grow_with_the_number_of_images(
         written[0] += 1
 
     area = batch_size * SIDE * SIDE
-    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path, encode_area=area)
+    cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path, encode_area=area)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", write_and_count)
         assert str(cache.fill()) == f"0 found, {count} made"
@@ -108,6 +115,7 @@ def test_memory_does_not_grow_with_the_number_of_images(
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.
     assert max(unwritten) <= (PENDING + 2) * batch_size
+    # The last batch of one image; image n has the colour n % 256.
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
 
@@ -128,6 +136,7 @@ def test_parallel_results_come_in_order_and_a_failure_stops_the_tasks() -> None:
 def test_images_of_the_same_bucket_are_encoded_together(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
+    # Sizes are (width, height). The last image is scaled to 64x64, so there are six of this size.
     pictures("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64, bucket_step=32)
     data = load_dataset(options)
@@ -138,8 +147,9 @@ def test_images_of_the_same_bucket_are_encoded_together(
         return means(pixels)
 
     def shapes_at(area: int) -> list[tuple[int, ...]]:
+        """Return the shapes if a batch of several images has at most `area` pixels."""
         shapes.clear()
-        cache = LatentCache(data, encode, CacheOptions("memory"), {}, encode_area=area)
+        cache = LatentCache(data, encode, CacheOptions("memory"), IDENTITY, encode_area=area)
         cache.fill()
         for batch in data.fixed_batches(1):
             expected = means(data.pixels(batch.views[0])[None])["mean"].numpy()
@@ -164,7 +174,7 @@ def test_captions_of_the_same_size_are_encoded_together(tmp_path: Path) -> None:
     # The size of a caption is its number of words. A batch has captions of equal size, and their
     # sizes add up to at most 4, unless one caption is larger. The empty caption is always encoded.
     captions = ["a b", "c", "d e", "f", "g h i j k", "l m", "n o p q r"]
-    cache = TextCache(encode, DISK, {}, folder=tmp_path, most_size=4, size_of=size_of)
+    cache = TextCache(encode, DISK, IDENTITY, folder=tmp_path, most_size=4, size_of=size_of)
     cache.fill(captions)
     assert calls == [
         [""], ["a b", "d e"], ["l m"], ["c", "f"], ["g h i j k"], ["n o p q r"]
@@ -175,12 +185,14 @@ def test_captions_of_the_same_size_are_encoded_together(tmp_path: Path) -> None:
 def test_progress_is_reported_only_for_many_images() -> None:
     lines: list[str] = []
     data = Generated(200)
-    LatentCache(data, means, CacheOptions("memory"), {}, encode_area=64 * SIDE * SIDE).fill(
-        report=lines.append
-    )
+    memory = CacheOptions("memory")
+    # The encoder gets 64 images at once. A line is due when another tenth of the images is done,
+    # so here after each batch. For fewer than 100 images there are no lines.
+    area = 64 * SIDE * SIDE
+    LatentCache(data, means, memory, IDENTITY, encode_area=area).fill(report=lines.append)
     assert lines == [f"latents: {count} of 200 encoded" for count in (64, 128, 192, 200)]
     lines.clear()
-    LatentCache(Generated(99), means, CacheOptions("memory"), {}).fill(report=lines.append)
+    LatentCache(Generated(99), means, memory, IDENTITY).fill(report=lines.append)
     assert lines == []
 
 
@@ -201,13 +213,13 @@ def test_an_entry_that_cannot_be_written_ends_the_filling(
     monkeypatch.setattr(FeatureStore, "write", write_at_most_five)
     data = Generated(100)
     with pytest.raises(OSError, match="No space left"):
-        LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
+        LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path).fill()
     # Five entries were written, the sixth failed, `PENDING` were queued, and one was being encoded.
     assert encoded[0] <= 7 + PENDING
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
     assert list(tmp_path.rglob("*.partial")) == []
     monkeypatch.undo()
-    again = LatentCache(data, means, DISK, {}, folder=tmp_path)
+    again = LatentCache(data, means, DISK, IDENTITY, folder=tmp_path)
     assert str(again.fill()) == "5 found, 95 made"
 
 
@@ -222,5 +234,7 @@ def test_entries_that_were_encoded_before_the_encoder_fails_are_kept(tmp_path: P
 
     data = Generated(20)
     with pytest.raises(DatasetError, match="the eighth"):
-        LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
-    assert str(LatentCache(data, means, DISK, {}, folder=tmp_path).fill()) == "7 found, 13 made"
+        LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path).fill()
+    assert (
+        str(LatentCache(data, means, DISK, IDENTITY, folder=tmp_path).fill()) == "7 found, 13 made"
+    )

@@ -43,6 +43,7 @@ def test_the_error_for_a_folder_without_images_gives_a_fitting_hint(tmp_path: Pa
         (Source(tmp_path, repeats=2), RECURSIVE_HINT),
         (Source(tmp_path, recursive=True), ""),
     ):
+        # The message ends with the suffixes of images, the last of which is .webp, and the hint.
         with pytest.raises(DatasetError) as caught:
             load_dataset(DatasetOptions((entry,)))
         assert str(caught.value).endswith(f".webp{hint}")
@@ -91,6 +92,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     whole = write_image(tmp_path, "cut.png", size=(64, 64)).read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     write_image(tmp_path, "bare.png", None)
+    # A caption in Latin-1, where UTF-8 is expected.
     write_image(tmp_path, "latin.png").with_suffix(".txt").write_bytes(b"caf\xe9")
     with pytest.raises(DatasetError) as caught:
         check_folder(tmp_path)
@@ -113,17 +115,18 @@ def test_the_error_lists_at_most_ten_problems(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="12 of 12 images") as caught:
         check_folder(tmp_path)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 12  # a heading, ten problems, and the line below
     assert lines[-1] == "  and 2 more"
 
 
 def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     rgba = np.zeros((1, 3, 4), dtype=np.uint8)
     rgba[0, 1] = (*RED, 255)
-    rgba[0, 2] = (0, 0, 0, 128)
+    rgba[0, 2] = (0, 0, 0, 128)  # half transparent black
     Image.fromarray(rgba).save(tmp_path / "a.png")
     pixels = read_pixels(tmp_path / "a.png")
     np.testing.assert_array_equal(pixels, [[(255, 255, 255), RED, (127, 127, 127)]])
+    # An image whose only pixel has colour 0 of the palette, which is marked as transparent.
     palette = Image.new("P", (1, 1), 0)
     palette.putpalette([*RED] * 2)
     palette.save(tmp_path / "p.png", transparency=0)
@@ -167,12 +170,13 @@ def test_an_image_whose_header_gives_too_many_pixels_is_rejected(tmp_path: Path)
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
 
+    # Width, height, 8 bits for each channel, and 2 for RGB; 0 are the standard methods.
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
     # The file has no pixels, so a reader that goes on after the header raises another error.
     path = tmp_path / "huge.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
     write_image(tmp_path, "ok.png")
-    found = read_folder(Source(tmp_path, "x"))
+    found = read_folder(Source(tmp_path, caption="x"))
     assert [picture.path.name for picture in found.pictures] == ["ok.png"]
     (problem,) = found.problems
     assert problem.startswith(f"{path}: is too large to be decoded safely: ")
@@ -209,9 +213,9 @@ def test_every_mode_of_every_format_is_read(tmp_path: Path, suffix: str, mode: s
     ramp = Image.fromarray(np.stack([x * 5, y * 7, 255 - x * 5], -1).astype(np.uint8))
     image = ramp.convert(mode)
     image.save(tmp_path / f"a{suffix}")
-    (picture,) = check_folder(tmp_path, "x")
+    (picture,) = check_folder(tmp_path, caption="x")
     assert (picture.width, picture.height) == (48, 32)
-    # Lossy formats change colours a little.
+    # Lossy formats change colours a little; the bound is in steps of 0 to 255.
     difference = read_pixels(picture.path).astype(float) - np.asarray(image.convert("RGB"), float)
     assert np.abs(difference).mean() < (3 if suffix in {".jpg", ".webp", ".avif"} else 1e-9)
 
@@ -225,7 +229,7 @@ def test_sizes_and_pixels_have_the_same_orientation(tmp_path: Path, orientation:
     for suffix in (".png", ".jpg", ".webp"):
         path = tmp_path / f"a{suffix}"
         Image.fromarray(grey).convert("RGB").save(path, exif=exif)
-    for picture in check_folder(tmp_path, "x"):
+    for picture in check_folder(tmp_path, caption="x"):
         assert read_pixels(picture.path).shape == (picture.height, picture.width, 3)
         assert (picture.width, picture.height) == ((2, 8) if orientation >= 5 else (8, 2))
 
@@ -279,7 +283,7 @@ def test_metadata_names_files_by_relative_paths_that_stay_in_its_folder(tmp_path
     (folder / "blob.png").symlink_to(outside / "a.png")
     for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
         write_metadata(folder, name)
-        captions = {picture.caption for picture in check_folder(folder, "default")}
+        captions = {picture.caption for picture in check_folder(folder, caption="default")}
         assert captions == {"a cat", "default"}
 
 
@@ -327,7 +331,7 @@ def test_incomplete_files_of_every_format_are_reported(tmp_path: Path, part: flo
         Image.fromarray(pixels).save(path)
         data = path.read_bytes()
         path.write_bytes(data[: int(len(data) * part)])
-    found = read_folder(Source(tmp_path, "x"))
+    found = read_folder(Source(tmp_path, caption="x"))
     assert found.pictures == ()
     for suffix, problem in zip(sorted(MODES), found.problems, strict=True):
         assert f"{suffix[1:]}{suffix}: cannot be decoded: " in problem
@@ -341,10 +345,11 @@ def test_damaged_images_become_problems_instead_of_exceptions(tmp_path: Path, su
     data = path.read_bytes()
     for number in range(60):
         damaged = bytearray(data)
-        for place in rng.integers(0, min(len(data), 500), 8):
-            damaged[place] = rng.integers(0, 256)
+        # Overwrite eight of the first 500 bytes, where the header is.
+        for position in rng.integers(0, min(len(data), 500), 8):
+            damaged[position] = rng.integers(0, 256)
         (tmp_path / f"{number}{suffix}").write_bytes(damaged)
-    found = read_folder(Source(tmp_path, "x"))
+    found = read_folder(Source(tmp_path, caption="x"))
     # 60 files are damaged, some perhaps only in their pixels; one is intact.
     assert 0 < len(found.problems) < 61
     assert found.count == 61

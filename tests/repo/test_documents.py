@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+# The Makefile's targets with a help text after `##`.
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
 # A line of the tree in CONTRIBUTING.md: a path and, after two spaces, what it holds.
 TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+)(?: {2,}.*)?$")
@@ -18,6 +19,7 @@ def document(request: pytest.FixtureRequest) -> Path:
 
 
 def test_linked_files_exist(document: Path) -> None:
+    # Relative links, without the anchor or title that may follow the path.
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)[^)]*\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
@@ -43,6 +45,7 @@ def test_the_paths_of_the_tree_in_contributing_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert block is not None
+    # The latest path at each indentation; each level of folders is indented by two more spaces.
     parents: dict[int, Path] = {}
     for line in block.group(1).splitlines():
         match = TREE_LINE.match(line)

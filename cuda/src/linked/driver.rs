@@ -1,5 +1,5 @@
 //! The driver's functions that this crate itself calls, with their types and constants. [`symbols`](super::symbols) defines the functions,
-//! as jumps into the driver's library.
+//! as jumps into the driver's library. The parameters are in the order of `cuda.h`.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -27,6 +27,7 @@ pub type Stream = *mut c_void;
 pub struct Location {
     /// `CUmemLocationType`.
     pub kind: u32,
+    /// For a device, its ordinal.
     pub id: c_int,
 }
 
@@ -42,7 +43,9 @@ impl Location {
 /// `CUmemAllocationProp`.
 #[repr(C)]
 pub struct AllocationProperties {
+    /// `CUmemAllocationType`, such as [`PINNED`].
     pub kind: u32,
+    /// `requestedHandleTypes`, 0 for none.
     pub handle_kinds: u32,
     pub location: Location,
     /// `win32HandleMetaData`, null on Linux.
@@ -55,6 +58,7 @@ pub struct AllocationProperties {
 #[repr(C)]
 pub struct Access {
     pub location: Location,
+    /// `CUmemAccess_flags`, such as [`READ_WRITE`].
     pub flags: u32,
 }
 

@@ -1,7 +1,8 @@
 //! Pinned memory of the host that kernels read and write over the bus. Kernels use the same addresses as the host.
 //!
 //! Tensors own this memory as they own device memory: freeing a tensor calls this crate's replacement of `cuMemFreeAsync`, which passes
-//! addresses of this memory to [`free`]. The memory is in no [`Allocator`](crate::allocator::Allocator) and is not counted as device memory.
+//! addresses of this memory to [`free`]. The memory is in no [`Allocator`](crate::allocator::Allocator) and is not counted as device
+//! memory.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -67,8 +68,8 @@ pub(crate) fn free(address: u64, stream: Stream) -> bool {
     is_known
 }
 
-/// Wait for the streams of the blocks that have no owner, and free these blocks. While a graph is captured, nothing can wait for a stream, so these blocks stay
-/// until a later call.
+/// Wait for the streams of the blocks that have no owner, and free these blocks. While a graph is captured, nothing can wait for a
+/// stream, so these blocks stay until a later call.
 pub(crate) fn sweep() {
     let mut blocks = blocks();
     let waiting: Vec<u64> =

@@ -37,6 +37,8 @@ def mask_of(picture: Path) -> Path | None:
 def none_found(kind: str, picture: Path) -> str:
     """Return the end of a message that says that no image of a folder has a mask.
 
+    The message begins with the setting that has no effect.
+
     Args:
         kind: the kind of the masks, `file` or `alpha`.
         picture: one of the images; the message gives names that its mask file may have.

@@ -20,6 +20,8 @@ mod nan;
 mod sharing;
 mod walk;
 
+// In this file, `text` converts an error to a message, and `close` compares the elements of two tensors.
+
 /// Run `check` on every case and report all failures at once.
 fn for_all_cases(check: impl Fn(&Case) -> std::result::Result<(), String>) {
     let failures: Vec<String> = all_cases()
@@ -43,6 +45,7 @@ fn declared(folder: &Path, found: &mut BTreeSet<String>) {
             declared(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let source = std::fs::read_to_string(&path).unwrap();
+            // The name is the first argument, as in `OpInfo::cheap("NAME")`.
             found.extend(source.match_indices("OpInfo::").filter_map(|(at, _)| {
                 let (_, arguments) = source[at..].split_once('(')?;
                 arguments.strip_prefix('"')?.split_once('"').map(|(name, _)| name.to_owned())
@@ -67,7 +70,7 @@ fn every_operation_has_cases() {
 #[test]
 fn gradients_match_finite_differences() {
     for_all_cases(|case| {
-        let inputs = text(draw(case, DType::F64, false))?;
+        let inputs = text(draw(case, DType::F64, /* strided */ false))?;
         text(gradcheck(|x| (case.run)(x), &inputs, Tolerance::default()))
     });
 }
@@ -76,7 +79,7 @@ fn gradients_match_finite_differences() {
 fn fused_equals_plain_in_value_and_gradient() {
     for_all_cases(|case| {
         let Some(plain) = &case.plain else { return Ok(()) };
-        let inputs = text(draw(case, DType::F64, false))?;
+        let inputs = text(draw(case, DType::F64, /* strided */ false))?;
         let (fused, fused_grads) = text(value_and_gradients(&*case.run, &inputs))?;
         let (expected, expected_grads) = text(value_and_gradients(&**plain, &inputs))?;
         if fused.dims() != expected.dims() {
@@ -93,12 +96,12 @@ fn fused_equals_plain_in_value_and_gradient() {
 #[test]
 fn results_have_the_dtype_of_the_inputs_and_agree_with_f64() {
     for_all_cases(|case| {
-        let reference = text(draw(case, DType::F64, false))?;
+        let reference = text(draw(case, DType::F64, /* strided */ false))?;
         let (expected, expected_grads) = text(value_and_gradients(&*case.run, &reference))?;
         // `to_dtype` has cases whose result is f64 for inputs of every dtype.
         let converts_to_f64 = expected.dtype() == DType::F64 && case.label.starts_with("to f64");
         for (dtype, tolerance) in TOLERANCE {
-            let inputs = text(draw(case, dtype, false))?;
+            let inputs = text(draw(case, dtype, /* strided */ false))?;
             let (value, grads) =
                 text(value_and_gradients(&*case.run, &inputs)).map_err(|e| format!("{}: {e}", dtype.as_str()))?;
             if value.dtype() != dtype && !converts_to_f64 {
@@ -116,12 +119,13 @@ fn results_have_the_dtype_of_the_inputs_and_agree_with_f64() {
 #[test]
 fn strided_and_contiguous_inputs_give_equal_results() {
     for_all_cases(|case| {
-        let contiguous = text(draw(case, DType::F64, false))?;
-        let strided = text(draw(case, DType::F64, true))?;
+        let contiguous = text(draw(case, DType::F64, /* strided */ false))?;
+        let strided = text(draw(case, DType::F64, /* strided */ true))?;
         let expected = text((case.run)(&contiguous))?;
         let found = text((case.run)(&strided))?;
         close("value", &text(to_f64_vec(found.raw()))?, &text(to_f64_vec(expected.raw()))?, 1e-12)?;
-        // The operation reads transposed views of the variables; their gradients are transposed accordingly.
+        // The operation reads transposed views (`turned_view` reverses the dimensions) of variables that hold the
+        // transposed inputs. It thus sees the same inputs, and the variables' gradients are the transposed ones.
         let through_views = |x: &[Tensor]| -> Result<Tensor> {
             let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
             (case.run)(&views)
@@ -145,7 +149,7 @@ fn strided_and_contiguous_inputs_give_equal_results() {
 #[test]
 fn checkpointing_changes_no_bit() {
     for_all_cases(|case| {
-        let inputs = text(draw(case, DType::F32, false))?;
+        let inputs = text(draw(case, DType::F32, /* strided */ false))?;
         let (value, grads) = text(value_and_gradients(&*case.run, &inputs))?;
         for policy in [Policy::Full, Policy::Selective] {
             let run = |x: &[Tensor]| -> Result<Tensor> {
@@ -175,7 +179,7 @@ fn checkpointing_changes_no_bit() {
 
 #[test]
 fn checkpointed_functions_take_computed_tensors() {
-    for_all_cases(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, 0.0));
+    for_all_cases(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, /* tolerance */ 0.0));
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub struct Saved {
     policy: Policy,
     /// Whether each layer with an adapter rounds its input (`LoraConfig::qat_activations`).
     rounds: bool,
-    /// Whether a layer with an adapter was counted already. Gradients then pass through all layers that follow.
+    /// Whether a layer with an adapter was counted already. Gradients then pass through this layer and all that follow.
     reached: bool,
     /// Values that the tape holds on the device when the forward pass ends.
     held: usize,
@@ -46,7 +46,8 @@ pub struct Saved {
     /// latest change of the policy.
     most_recomputed: usize,
     /// The largest number of values that the backward pass holds while it is in blocks before the latest change of the
-    /// policy. By then, it has freed the values of the blocks after the change.
+    /// policy. It runs from the last block to the first, so by then it has freed the values of the blocks after the
+    /// change.
     earlier_peak: usize,
     /// The numbers of the current block.
     block: Block,
@@ -107,7 +108,9 @@ impl Saved {
 
     /// The operations that the backward pass repeats, as a share of the operations of all blocks in a forward pass.
     pub fn recomputed(model: &dyn Model, checkpointing: Checkpointing, size: SampleSize) -> f64 {
-        let [recomputed, all] = Self::of(model, HashMap::new(), (checkpointing, false), size).block_operations;
+        // Adapters and the rounding of their inputs do not change this number.
+        let (adapted, rounds) = (HashMap::new(), false);
+        let [recomputed, all] = Self::of(model, adapted, (checkpointing, rounds), size).block_operations;
         recomputed as f64 / all.max(1) as f64
     }
 
@@ -118,7 +121,9 @@ impl Saved {
     /// # Errors
     /// As [`LoraConfig::select`] and [`LoraConfig::kind`].
     pub fn widest_gradient(model: &dyn Model, config: &LoraConfig, size: SampleSize) -> Result<usize> {
-        Ok(Self::of(model, Self::kept_by_adapters(model, config)?, (Policy::None.into(), false), size).widest)
+        // Checkpointing and the rounding of inputs do not change this number.
+        let (adapted, rounds) = (Self::kept_by_adapters(model, config)?, false);
+        Ok(Self::of(model, adapted, (Policy::None.into(), rounds), size).widest)
     }
 
     /// What the tape keeps for the adapters that `config` selects, by the layer's [`key`].
@@ -137,7 +142,9 @@ impl Saved {
 
     /// The operations of a forward pass over one sample of `size`.
     pub fn forward_flops(model: &dyn Model, size: SampleSize) -> Flops {
-        Self::of(model, HashMap::new(), (Policy::None.into(), false), size).flops
+        // Adapters, checkpointing and the rounding of inputs do not change this number.
+        let (adapted, rounds) = (HashMap::new(), false);
+        Self::of(model, adapted, (Policy::None.into(), rounds), size).flops
     }
 
     /// Counts all layers of a model for one sample of `size`. `adapted` and `rounds` are the fields of the same names.
@@ -199,15 +206,16 @@ impl Saved {
     /// Count block `index` of `blocks`, if there is one, under its policy. `add` counts the block.
     pub fn one<B>(&mut self, blocks: &Blocks<B>, index: usize, add: impl FnOnce(&B, &mut Self)) {
         let Some(block) = blocks.iter().nth(index) else { return };
+        // The policy of a block depends on its index among all blocks of the model.
         let first = self.first_indices.get(&std::ptr::from_ref(blocks.state())).copied().unwrap_or(0);
         let policy = self.checkpointing.policy(first + index);
         if policy != self.policy {
             self.earlier_peak = self.earlier_peak.max(self.held + std::mem::take(&mut self.most_recomputed));
             self.policy = policy;
         }
-        let before = self.flops.sum();
+        let operations_before = self.flops.sum();
         add(block, self);
-        let operations = self.flops.sum() - before;
+        let operations = self.flops.sum() - operations_before;
         let repeated = if policy.recomputes_all() { operations } else { 0 };
         self.block_operations = [self.block_operations[0] + repeated, self.block_operations[1] + operations];
     }
@@ -234,6 +242,7 @@ impl Saved {
         let Block { kept, .. } = std::mem::take(&mut self.block);
         self.together = kept + if joins_previous { self.together } else { 0 };
         self.is_input_counted &= joins_previous;
+        // If no gradient passes through the block, its checkpoint keeps no input.
         if (was_reached || kept > 0) && !self.is_input_counted {
             if offloads && was_reached {
                 // The device holds the inputs of two blocks: while the backward pass recomputes this block, the input
@@ -287,23 +296,23 @@ impl Saved {
     /// Count a linear layer that is applied to `positions` tokens or pixels. `inputs` is the number of input values of
     /// all tokens or pixels together.
     pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
-        self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
+        self.layers(&[Layer::Linear(layer)], (inputs, positions), /* cheap */ false);
     }
 
     /// As [`linear`](Self::linear), for a layer whose input comes from a norm or an activation, which selective
     /// checkpointing recomputes.
     pub fn cheap_linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
-        self.layers(&[Layer::Linear(layer)], (inputs, positions), true);
+        self.layers(&[Layer::Linear(layer)], (inputs, positions), /* cheap */ true);
     }
 
     /// As [`linear`](Self::linear), for a convolution.
     pub fn conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
-        self.layers(&[Layer::Conv(layer)], (inputs, positions), false);
+        self.layers(&[Layer::Conv(layer)], (inputs, positions), /* cheap */ false);
     }
 
     /// As [`cheap_linear`](Self::cheap_linear), for a convolution.
     pub fn cheap_conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
-        self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
+        self.layers(&[Layer::Conv(layer)], (inputs, positions), /* cheap */ true);
     }
 
     /// Count layers that share an input that is marked with [`Tensor::recomputed`]. Without checkpointing, the backward
@@ -311,11 +320,12 @@ impl Saved {
     /// tape, the layers count as in [`cheap_linear`](Self::cheap_linear).
     pub fn layers_of_recomputed_input(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.even_if_recomputable) {
-            self.layers(layers, (0, positions), false);
+            // The tape keeps no value of the input.
+            self.layers(layers, (0, positions), /* cheap */ false);
             // The backward pass frees one recomputed input before it recomputes the next.
             self.block.recomputed = self.block.recomputed.max(inputs);
         } else {
-            self.layers(layers, (inputs, positions), true);
+            self.layers(layers, (inputs, positions), /* cheap */ true);
         }
     }
 
@@ -338,6 +348,7 @@ impl Saved {
             return;
         }
         let is_selective = self.policy == Policy::Selective;
+        // `products` are results of matrix products, which the tape keeps under selective checkpointing only.
         let per_position = |kept: &SavedByAdapter| kept.values + if is_selective { kept.products } else { 0 };
         self.block.kept += positions * kept.iter().map(per_position).sum::<usize>();
         if self.rounds {

@@ -13,13 +13,16 @@ use trainable_candle_models::{Architecture, Choice, DigitsTransformer, Model, lo
 use trainable_candle_nn::Module;
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
+/// Loads weights in the dtype of the file.
+const FILE_DTYPE: Option<DType> = None;
+
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/digits")
 }
 
 /// The model of `tests/golden/digits`.
 fn frozen() -> DigitsTransformer {
-    DigitsTransformer::from_pretrained(&golden(), None, &Device::Cpu).unwrap()
+    DigitsTransformer::from_pretrained(&golden(), FILE_DTYPE, &Device::Cpu).unwrap()
 }
 
 /// The same model, but with trainable parameters.
@@ -126,13 +129,15 @@ fn only_adapters_get_gradients() {
 fn a_saved_model_loads_unchanged() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("saved_model");
     let case = Case::load();
-    save_pretrained(&trainable(), &folder, None).unwrap();
-    let loaded = load(&folder, &Choice::default(), None, &Device::Cpu).unwrap();
+    let unquantized = None;
+    save_pretrained(&trainable(), &folder, unquantized).unwrap();
+    let loaded = load(&folder, &Choice::default(), FILE_DTYPE, &Device::Cpu).unwrap();
     assert_eq!(loaded.class_name(), "DigitsTransformer");
     let parameters =
         |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();
     assert_eq!(parameters(&*loaded), parameters(&frozen()));
-    let from_file = DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), None, &Device::Cpu).unwrap();
+    let from_file =
+        DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), FILE_DTYPE, &Device::Cpu).unwrap();
     assert_eq!(values(&case.run(&from_file)), values(&case.run(&frozen())));
 }
 
@@ -151,6 +156,7 @@ fn wrong_inputs_are_reported() {
     let (case, model) = (Case::load(), frozen());
     let (sample, timestep, labels) = (&case.0["sample"], &case.0["timestep"], &case.0["class_labels"]);
     let message = |result: Result<Tensor, Error>| result.unwrap_err().to_string();
+    // The sample has shape (4, 2, 6, 6), so B is 4.
     let narrowed = sample.narrow(3, 0, 4).unwrap();
     assert!(
         message(model.forward(&narrowed, timestep, labels))
@@ -180,7 +186,7 @@ fn wrong_configurations_and_files_are_reported() {
     std::fs::create_dir_all(&folder).unwrap();
     let load_with = |config: &str| {
         std::fs::write(folder.join("config.json"), config).unwrap();
-        message(DigitsTransformer::from_pretrained(&folder, None, &Device::Cpu))
+        message(DigitsTransformer::from_pretrained(&folder, FILE_DTYPE, &Device::Cpu))
     };
     assert!(load_with("{}").contains("there are no weights in this folder"));
     std::fs::copy(golden().join("model.safetensors"), folder.join("model.safetensors")).unwrap();
@@ -189,5 +195,6 @@ fn wrong_configurations_and_files_are_reported() {
             .contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\"")
     );
     assert!(load_with(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
+    // The default sizes differ from those of the copied weights.
     assert!(load_with(r#"{"_class_name": "DigitsTransformer"}"#).contains("are these the weights of another model?"));
 }

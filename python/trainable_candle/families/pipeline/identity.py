@@ -1,4 +1,7 @@
-"""Identities of the files that latents and text features depend on; caches are named by them."""
+"""Identities of the files that latents and text features depend on; caches are named by them.
+
+An identity is a hash of every byte of a file or of a model's folder.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
     """
     identities = {}
     for name in names:
+        # `path` is the pipeline's folder or file, or the part's own folder; for the latter,
+        # `subfolder` is None.
         where = source(facts.parts[name].path, name)
         path, subfolder = where["path"], where["subfolder"]
         if path.is_dir():

@@ -8,7 +8,8 @@ use super::effects::note_seed;
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// Creates a generator that starts at `state`. Unlike [`seeded`](Self::seeded), this does not record that a state was set.
+    /// Creates a generator that starts at `state`. Unlike [`seeded`](Self::seeded), this does not record that a state was
+    /// set.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }

@@ -1,11 +1,11 @@
 //! The effects of a captured function on the host. Replays of the function's graph repeat these effects.
 //!
-//! A function is captured when a call of it is recorded as a CUDA graph. The graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
-//! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind
-//! of host state has a type here. The methods of the type are the only access to the value, and they record what
-//! captures need to know. Some types have two methods to read. The owner of the state calls the method that records
-//! (such as [`HostState::read`]) if queued work depends on the value, and the method that records nothing (such as
-//! [`HostState::get`]) if only the host uses the value.
+//! A function is captured when a call of it is recorded as a CUDA graph. The graph repeats the device's work only. So a
+//! capture also records what a call changes on the host, and a replay repeats these changes. A change that a replay
+//! could not repeat is an error while a function is recorded. Each kind of host state has a type here. The methods of
+//! the type are the only access to the value, and they record what captures need to know. Some types have two methods
+//! to read. The owner of the state calls the method that records (such as [`HostState::read`]) if queued work depends
+//! on the value, and the method that records nothing (such as [`HostState::get`]) if only the host uses the value.
 //!
 //! | state | type |
 //! |---|---|

@@ -28,6 +28,7 @@ const GENERATION_CONFIG: &str = "generation_config.json";
 /// the number of tokens of the vocabulary.
 pub struct CausalLM {
     config: CausalLMConfig,
+    /// The embedding's matrix, (vocab, D).
     embedding: Weight,
     layers: Blocks<DecoderLayer>,
     /// `None` if the model has fewer layers than the files.
@@ -49,6 +50,7 @@ impl CausalLM {
     /// [`Error::Config`] if the parameters belong to another model.
     pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (vocab, dim) = (config.vocab_size, config.hidden_size);
+        // The standard deviation is transformers' `initializer_range`.
         let init = Init::Normal(0.02);
         let embedding = weights.matrix(keys::EMBEDDING, (vocab, dim), init)?;
         let layer = |index: usize| {
@@ -115,6 +117,7 @@ impl CausalLM {
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
+        // The layers take `conditions`: cos, sin and cu_seqlens.
         let x = self.layers.run(&x, &[&cos, &sin, cu_seqlens], |layer, x, conditions| {
             layer.forward(x, [&conditions[0], &conditions[1], &conditions[2]])
         })?;
@@ -205,7 +208,8 @@ impl CausalLM {
     ) -> Result<Vec<Tensor>> {
         self.states_by(input_ids, positions, after, |index, x, [cos, sin]| {
             self.layers.run_one(index, &[x, cos, sin, cu_seqlens], |layer, inputs| {
-                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
+                let [x, cos, sin, cu_seqlens] = inputs else { unreachable!("four inputs") };
+                layer.forward(x, [cos, sin, cu_seqlens])
             })
         })
     }
@@ -225,6 +229,7 @@ impl CausalLM {
             ));
         }
         let positions = Tensor::from_vec((0..tokens as i64).collect(), tokens, device)?;
+        // `cu_seqlens` of the text alone; the tokens after its last bound are padding.
         let bounds = Tensor::from_vec(vec![0, text_tokens as i64], 2, device)?;
         self.states_by(input_ids, &positions, after, |index, x, [cos, sin]| {
             self.layers.run_one(index, &[x, cos, sin, &bounds], move |layer, inputs| {
@@ -309,9 +314,12 @@ impl Architecture for CausalLM {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["model.layers."],
+        // All layers of a block are quantized, and a language model has no modulation.
         unquantized: &[],
         modulation: &[],
+        // Matrices outside of the blocks that are quantized too.
         rows: &[keys::EMBEDDING, keys::HEAD],
+        // No layer is too small for the multiplication of 8-bit codes.
         multiplied: &[],
     };
 

@@ -1,8 +1,10 @@
 //! Layers that several models share. Their parameters have diffusers' names.
 
 mod attention;
+// Blocks in which image tokens and text tokens attend to each other.
 pub mod joint;
 mod resnet;
+// The embedding of the timestep.
 pub(crate) mod timestep;
 mod transformer;
 

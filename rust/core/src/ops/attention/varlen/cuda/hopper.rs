@@ -1,5 +1,6 @@
 //! Attention inside the segments of a packed row on compute capability 9.0: the host side of
-//! `attention_varlen_hopper.cu`.
+//! `attention_varlen_hopper.cu`. A packed row has the tokens of several texts (segments) one after the other. `spans`
+//! has the first key that each query sees, the end of the queries that see each key, and a counter.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_varlen_hopper::{
@@ -114,7 +115,8 @@ impl Pass<'_> {
         };
         let (queries, columns) = (form.queries, form.columns);
         let (query_tiles, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
-        // Steps of the backward pass if every query saw every key; the kernels require fewer than 2^31.
+        // A step of the backward pass is a tile of queries with a tile of keys. The number of steps if every query saw
+        // every key; the kernels require fewer than 2^31.
         let steps = u64::from(sizes.heads) * u64::from(query_tiles) * u64::from(key_tiles);
         // The caller has checked the alignment of the other operands.
         if !fits(gpu, [sizes, &key_sizes], [&with_query_heads, &with_key_heads])
@@ -123,6 +125,7 @@ impl Pass<'_> {
         {
             return Ok(false);
         }
+        // `tiles` counts the tiles of queries of all heads. Each multiprocessor runs one block.
         let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
@@ -148,6 +151,7 @@ impl Pass<'_> {
             group,
             blocks,
         };
+        // The first block computes the plan, the others the statistics of a tile each.
         let shape = Shape { grid: [1 + tiles, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         // SAFETY: the strides stay inside of the tensors, which are of these sizes, and the spans stay inside of the
         // packed row.

@@ -1,5 +1,6 @@
-//! Attention inside the segments of a packed row: the host side of `attention_varlen.cu`. The host never reads the
-//! bounds of the segments: grids depend on sizes alone.
+//! Attention inside the segments of a packed row, on CUDA devices: the host side of `attention_varlen.cu`. A packed row
+//! has the tokens of several texts (segments) one after the other; `rows` is the number of all tokens, and `cu_seqlens`
+//! has the bounds of the segments. The host never reads these bounds: grids depend on sizes alone.
 
 mod hopper;
 
@@ -22,7 +23,7 @@ use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
 /// The number of thread blocks that keeps the multiprocessors busy although the work per block is uneven: the first
-/// keys of a segment have the most queries.
+/// keys of a segment have the most queries. It is 8 for each of the 132 multiprocessors of an H100.
 const BLOCKS: u32 = 1056;
 /// Queries, or keys, of a thread block of the tensor core kernels.
 const TILE: u32 = 64;
@@ -34,9 +35,9 @@ const PLAIN_TILE: [u32; 2] = [32, 64];
 const PLAIN_THREADS: u32 = 256;
 
 /// The spans, as on the CPU: for each token the first key that its query sees; then for each token the end (exclusive)
-/// of the queries that see its key. After the spans comes a counter, initially zero, with which the blocks of the
-/// forward kernel for compute capability 9.0 distribute the work among themselves. A bound that is out of order or
-/// range is reported on the device; the host reads the report later.
+/// of the queries that see its key. A query sees at most `window` keys, its own included. After the spans comes a
+/// counter, initially zero, with which the blocks of the forward kernel for compute capability 9.0 distribute the work
+/// among themselves. A bound that is out of order or range is reported on the device; the host reads the report later.
 pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let gpu = Gpu::of(op, cu_seqlens)?;
     let spans = empty(op, gpu, &[2 * rows + 1], DType::U32)?;
@@ -53,6 +54,7 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
         id_bytes: id_bytes(op, &bounds)?,
         count: count32(op, bounds.elem_count())?,
         rows: count32(op, rows)?,
+        // Without a window, a query sees all keys up to its own.
         window: window.and_then(|window| u32::try_from(window).ok()).unwrap_or(u32::MAX),
     };
     // SAFETY: the tensors are dense and of these sizes. The spans stay inside of the packed row whatever the bounds
@@ -61,7 +63,8 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
     Ok(spans)
 }
 
-/// The result and the log-sum-exp of the scores of each query, for operands (heads, rows, width).
+/// The result (heads, rows, width), and the log-sum-exp of the scores of each query (heads, rows), for operands (heads,
+/// rows, width). k and v may have fewer heads than q: `varlen.group()` query heads share a key head.
 pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
     let (op, dtype) = (VARLEN.name, q.dtype());
     let gpu = Gpu::of(op, q)?;
@@ -73,11 +76,13 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     if log_sums.elem_count() == 0 {
         return Ok((o, log_sums));
     }
+    // The width of queries and keys, and that of values.
     let sizes = attention.sizes(width, width)?;
     let group = count32(op, varlen.group())?;
     let [q, k, v, result] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
     let sums = output(op, &log_sums)?;
-    if let Some(widest) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], None) {
+    let mask = None;
+    if let Some(widest) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], mask) {
         if hopper::forward(gpu, &sizes, group, widest, [&q, &k, &v, &result], sums, spans)? {
             return Ok((o, log_sums));
         }
@@ -150,7 +155,8 @@ pub fn backward(
     Ok(grads)
 }
 
-/// Writes the gradients of q, k and v to `places`. Where a place is `None`, writes no gradient.
+/// Writes the gradients of q, k and v to the tensors `places`. Where a place is `None`, writes no gradient. `grad` is the
+/// gradient of the result.
 pub fn backward_into(
     varlen: &Varlen,
     saved: &SavedValues,
@@ -185,12 +191,14 @@ pub fn backward_into(
     };
     let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.grads.iter().flatten()).collect();
     // `None` if the tensor core kernels do not support the operands.
-    let widest = attention.tensor_cores(&pass.sizes, &operands, None);
+    let mask = None;
+    let widest = attention.tensor_cores(&pass.sizes, &operands, mask);
     if let Some(widest) = widest
         && pass.on_hopper(widest)?
     {
         return Ok(());
     }
+    // For each query, the sum of `result · grad` over the columns.
     let deltas = attention.deltas(gpu, &pass.sizes, &pass.result, &pass.grad)?;
     match widest {
         Some(widest) => pass.on_tensor_cores(widest, &deltas),
@@ -217,6 +225,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
+    /// Writes the gradients with the general tensor core kernels.
     fn on_tensor_cores(&self, widest: Width, deltas: &Raw) -> Result<()> {
         let (op, gpu, dtype) = (self.attention.op, self.gpu, self.grad.raw.dtype());
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
@@ -279,6 +288,7 @@ impl Pass<'_> {
         Ok(())
     }
 
+    /// Writes the gradients with the plain kernels, which support all operands.
     fn plain(&self, deltas: &Raw) -> Result<()> {
         const KERNELS: [&Kernel<AttentionVarlenPlainBackwardQuery>; 3] = [
             &ATTENTION_VARLEN_PLAIN_BACKWARD_QUERY,
