@@ -1,5 +1,7 @@
-// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form has the same
-// requirements as in attention.cu.
+// Causal attention inside the segments of a packed row, forward and backward, in two forms, as in attention.cu. The form on tensor cores,
+// `attention_varlen_*_w64_*` for widths up to 64 and `attention_varlen_*_w128_*` up to 128, takes f16 and bf16; a width that is a multiple
+// of 8; pointers and strides that are multiples of 16 bytes; and a scale above 0. The plain form, `attention_varlen_plain_*`, has none of
+// these limits.
 //
 // A packed row has `rows` positions, each with a query and a key. q, o, d_o and dq are (heads, rows, width), k, v, dk and dv
 // (heads / group, rows, width). Each has its `Strides`, in the order of the pointers. Head h of q sees head h / group of k and v. log_sums
@@ -9,7 +11,8 @@
 // of the queries that see key p. The counter `taken` of attention_varlen_hopper.cu's forward kernel follows the spans in memory. Grids and
 // arguments depend only on sizes; only the contents of spans depend on the segments. So a graph can be replayed with other segments.
 //
-// attention_delta_* of attention.cu computes delta, and attention_sum_parts_* of attention.cu sums parts.
+// attention_delta_* of attention.cu computes delta, the sum of o ∘ d_o over each row, and attention_sum_parts_* of attention.cu sums the
+// parts of dk and dv.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
 
@@ -33,7 +36,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     }
     if (position == 0) spans[2 * rows] = 0;
     if (position >= rows) return;
-    // Finds the number of bounds that are at most `position`.
+    // `low` becomes the number of bounds that are at most `position`. The position is then in segment low - 1, unless low is 0 or `count`.
     uint32_t low = 0, high = count;
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
@@ -52,8 +55,13 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     spans[rows + position] = end;
 }
 
-// attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums, as attention_forward_* of attention.cu.
+// attention_varlen_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ), both over the keys that a
+// query sees.
 // Grid (ceil(rows / 64) * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
+// `blocks` is the number of blocks that a multiprocessor must have room for; `keys` is the number of keys that a block copies at a time.
+// The template arguments 4, 1 of the functions on tensor cores are a block's warps and the tiles of 16 rows of each warp: a block owns 64
+// rows. The class of these rows says where products read them: in registers (`HeldRows`), in shared memory (`SharedRows`), or in the one
+// of the two that suits the architecture (`OwnRows`).
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                 \
@@ -70,6 +78,9 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 // (parts, heads / group, rows, width), where a part is the sum over at most ceil(group / parts) of the `group` heads of queries.
 // Grid (K + Q), 128 threads: K = parts * ceil(rows / 64) * heads / group blocks compute dk and dv (K = 0 if both are null), and
 // Q = ceil(rows / 64) * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
+// A block for dk and dv owns 64 keys, with rows of the class `key_rows`; it copies 64 queries at a time, and works on `key_step` of them at
+// a time. A block for dq owns 64 queries, with rows of the class `query_rows`; it copies 64 keys at a time, and works on `query_step` of
+// them at a time.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_backward_w##w##_##dtype(                                                                                      \
@@ -100,7 +111,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums, as attention_plain_forward_* of attention.cu.
+// attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums, as attention_varlen_forward_*. `Mask<...>{}` stands for no mask.
 // Grid (ceil(rows / 32) * heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \

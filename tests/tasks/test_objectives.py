@@ -1,4 +1,4 @@
-"""Test the losses, noise levels and steps of flow matching, and the noise of validations."""
+"""Test flow matching (losses, noise levels, steps of sampling) and the noise of validations."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ import trainable_candle as tc
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler, NoiseObjective
 
+# The shape of the latents: samples, channels, height, width.
 SHAPE = (3, 2, 4, 5)
 
 
@@ -44,11 +45,13 @@ def mean_loss(
         element_losses = element_losses * mask / np.where(mean > 0, mean, 1)
     losses = element_losses.mean(axis=(1, 2, 3))
     if config.min_snr_gamma is not None:
-        # An error of the velocity is the error of the predicted data divided by the level. The
-        # square of the level makes the loss one of the data, which this method weights by the SNR.
+        # The data are sample - level * velocity, so an error of the velocity is `level` times as
+        # large in the data. `levels**2` turns the loss of the velocity into that of the data, and
+        # min-SNR weights the loss of the data by the SNR, at most gamma.
         snr = ((1 - levels) / levels) ** 2
         losses = losses * levels**2 * np.minimum(snr, config.min_snr_gamma)
     if config.loss_weighting == "sigma_sqrt":
+        # The name is diffusers'; in spite of it, the weight is 1 / level².
         losses = losses * levels**-2.0
     if config.loss_weighting == "cosmap":
         losses = losses * 2 / (np.pi * (1 - 2 * levels + 2 * levels**2))
@@ -78,7 +81,7 @@ def test_the_loss_of_a_flow_equals_its_definition(
     config = TrainConfig(**settings)
     objective = FlowObjective(config)
     latents = rng().standard_normal(SHAPE).astype(np.float32)
-    inputs = objective.noise(tc.tensor(latents), [4, 1, 9], 3)
+    inputs = objective.noise(tc.tensor(latents), samples=[4, 1, 9], seed=3)
     mask = rng().random((3, 1, 4, 5)).astype(np.float32) if has_mask else None
     if mask is not None:
         mask[1] = 0.0  # A mask of zeros gives a loss of 0, not NaN.
@@ -98,22 +101,25 @@ def test_the_loss_of_a_flow_equals_its_definition(
 def test_noise_is_mixed_in_by_its_level_and_a_shift_above_1_raises_levels() -> None:
     latents = tc.tensor(rng().standard_normal(SHAPE).astype(np.float32))
     objective = FlowObjective(TrainConfig(timesteps="logit_normal", timestep_shift=3.0))
-    inputs = objective.noise(latents, [0, 1, 2], 5)
+    inputs = objective.noise(latents, samples=[0, 1, 2], seed=5)
     s = inputs["times"].numpy()[:, None, None, None] / 1000
     # The target is the velocity, noise - data.
     noise = inputs["target"].numpy() + latents.numpy()
     found = inputs["sample"].numpy()
     np.testing.assert_allclose(found, (1 - s) * latents.numpy() + s * noise, atol=1e-6)
     plain = FlowObjective(TrainConfig(timesteps="logit_normal"))
-    assert (plain.noise(latents, [0, 1, 2], 5)["times"].numpy() < inputs["times"].numpy()).all()
+    # The same samples and seed draw the same levels before the shift.
+    unshifted = plain.noise(latents, samples=[0, 1, 2], seed=5)
+    assert (unshifted["times"].numpy() < inputs["times"].numpy()).all()
 
 
 def test_the_size_of_latents_may_determine_the_shift_unless_it_is_set() -> None:
     def levels(shift: object, latents: tc.Tensor, **settings: Any) -> np.ndarray:
         objective = FlowObjective(TrainConfig(timesteps="mode", **settings), shift=shift)
-        return objective.noise(latents, [0, 1], 5)["times"].numpy()
+        return objective.noise(latents, samples=[0, 1], seed=5)["times"].numpy()
 
     small, large = tc.zeros((2, 4, 6, 8)), tc.zeros((2, 4, 12, 16))
+    # Maps height and width of the latents to their shift.
     by_size = {(6, 8): 1.5, (12, 16): 3.0}.__getitem__
     for latents, shift in ((small, 1.5), (large, 3.0)):
         np.testing.assert_array_equal(levels(by_size, latents), levels(shift, latents))
@@ -128,9 +134,9 @@ def test_the_noise_of_validation_does_not_depend_on_the_seed_of_the_run(kind: st
     def noised(seed: int) -> dict[str, tc.Tensor]:
         config = TrainConfig(seed=seed)
         if kind == "flow":
-            return FlowObjective(config).validation_noise(latents, [2, 0, 1])
+            return FlowObjective(config).validation_noise(latents, examples=[2, 0, 1])
         schedule = tc.train.NoiseSchedule()
-        return NoiseObjective(schedule, config, "cpu").validation_noise(latents, [2, 0, 1])
+        return NoiseObjective(schedule, config, "cpu").validation_noise(latents, examples=[2, 0, 1])
 
     one, other = noised(1), noised(2)
     assert one.keys() == other.keys()

@@ -16,13 +16,14 @@ MODELS: Final = (DIGITS, SDXL, "causal-lm")
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Run the demo, and return the exit status: 0 if the model has learnt its task."""
+    """Run the demo, and return the exit status: 0 if the model has learnt its task, else 1."""
     given = make_parser(program).parse(arguments)
     options = {"seed": given.get("seed", 0), "threads": given.get("threads")}
     output = Path(given.get("output", "demo-output")).expanduser()
     if given.get("model", DIGITS) == DIGITS:
         from trainable_candle.demo.run import run_demo  # noqa: PLC0415 - after the flags are parsed
 
+        # This function prints its own verdict, and returns the exit status.
         return run_demo(output, **options)
 
     from trainable_candle.demo import hearts, language  # noqa: PLC0415

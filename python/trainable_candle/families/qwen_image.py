@@ -69,6 +69,7 @@ class QwenImageTexts:
     def truncates(self, caption: str) -> bool:
         """Return whether a caption in the template has more tokens than the encoder reads."""
         most = _DROPPED + _MOST_TOKENS
+        # `encode` truncates to its second argument, so it gets one token more than the most.
         return len(self._encoder.tokenizer.encode(caption, most + 1)) > most
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -76,6 +77,7 @@ class QwenImageTexts:
 
         L is the longest length. Zeros follow the features of shorter captions.
         """
+        # Each text is (1, tokens, 3584).
         texts = [self._encoder.states(self._tokens(caption)) for caption in captions]
         return in_rows([text.narrow(1, _DROPPED, text.shape[1] - _DROPPED) for text in texts])
 
@@ -93,6 +95,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
     no_prompt: ClassVar[str] = " "
     reads_texts_apart: ClassVar[bool] = True
+    # The shift grows from exp(0.5) for an image of 256 tokens to exp(0.9) for 8192 tokens.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(
         grows=True, tokens=(256, 8192), mu=(0.5, 0.9), terminal=0.02
     )
@@ -158,6 +161,8 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     def text_working_values(self) -> int:
         """The number of values in Qwen2.5-VL's widest layer plus `text_values`, for one caption."""
         layers = self.facts.parts["text_encoder"].layers
+        # The estimate counts, for each token, the results of the gate and up projections (`inner`
+        # values each), and four times the values of a hidden state.
         inner, width = layers["model.layers.0.mlp.up_proj"]
         return int((_DROPPED + _MOST_TOKENS) * (2 * inner + 4 * width)) + self.text_values
 
@@ -175,6 +180,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity that the transformer predicts, in the shape of `sample`."""
+        # `times` are from 0 to 1000; the model takes times from 0 to 1.
         text = conditions["encoder_hidden_states"]
         # A single text has no padding. In a batch, zeros follow shorter texts, and `lengths` masks
         # the zeros.

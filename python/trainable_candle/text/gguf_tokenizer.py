@@ -26,7 +26,9 @@ _LLAMA3: Final = (
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 """Qwen2's regular expression of words, in which each digit is a word."""
 GPT2: Final = "gpt-2"
+"""The name of GPT-2's pre-tokenizer."""
 SMOLLM: Final = "smollm"
+"""The name of SmolLM's pre-tokenizer: GPT-2's, but each digit is a word."""
 SPLITS: Final = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
@@ -45,6 +47,7 @@ NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 _ENDS: Final = ("eos_token_id", "eot_token_id")
 """The keys of the tokens that end a text or a turn, after `tokenizer.ggml.`."""
 _CURE: Final = "give the folder of the original model, with its tokenizer.json, instead of the file"
+"""The advice at the end of error messages."""
 
 
 def read(
@@ -112,21 +115,21 @@ def _built(entries: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     return tokenizer, named
 
 
-def byte_level(given: Mapping[str, Any]) -> Tokenizer:
+def byte_level(entries: Mapping[str, Any]) -> Tokenizer:
     """Return a byte-level BPE tokenizer from a file's entries `tokens`, `merges` and `pre`.
 
-    `pre` names the pre-tokenizer. The keys in `given` lack the prefix `tokenizer.ggml.`.
+    `pre` names the pre-tokenizer. The keys in `entries` lack the prefix `tokenizer.ggml.`.
 
     Raises:
         ValueError: the pre-tokenizer is not supported.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
-    name = given.get("pre", "default")
+    name = entries.get("pre", "default")
     if name not in SPLITS:
         raise ValueError(f"its pre-tokenizer `{name}` is not supported; {_CURE}")
-    vocabulary = {token: number for number, token in enumerate(given["tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in given.get("merges", ())]
+    vocabulary = {token: number for number, token in enumerate(entries["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in entries.get("merges", ())]
     split = SPLITS[name]
     # Llama 3 encodes a word that is in the vocabulary as one token, whatever the merges.
     ignore_merges = split is _LLAMA3
@@ -138,6 +141,7 @@ def byte_level(given: Mapping[str, Any]) -> Tokenizer:
     if name == SMOLLM:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     if split is _QWEN2:
+        # Qwen2's tokenizer joins a letter and its accents into one character.
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -161,6 +165,7 @@ def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
         merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         merges.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         scored_merges += [(-scores[number], pair) for pair in merges]
+    # Negative scores put high scores first. The merges of one token keep their order.
     scored_merges.sort(key=lambda scored: scored[0])
     unknown = entries.get("unknown_token_id", 0)
     tokenizer = Tokenizer(
@@ -188,7 +193,7 @@ def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
 def _add_start(tokenizer: Tokenizer, entries: Mapping[str, Any], start: str | None) -> None:
     """Make texts begin with the token `start`, if there is one and `add_bos_token` requires it.
 
-    Without this entry, llama.cpp's default for the kind of tokenizer applies.
+    Without this entry, llama.cpp's default applies: SentencePiece tokenizers and Llama 3's add it.
     """
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The forms of a data set's lines: which fields a line has, and how they become an example."""
+"""The forms of lines in data sets of texts: a line's fields, and how they become an example."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Chat:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    """The JSON schemas of the functions that the assistant can call."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def _chat(values: Mapping[str, Any]) -> Chat:
 
 def _sharegpt(values: Mapping[str, Any]) -> Chat:
     messages = conversation(values.get("conversations"), "conversations")
+    # A system message in the conversation has priority over the field `system`.
     if values.get("system") and messages[0]["role"] not in SYSTEM:
         messages = [{"role": "system", "content": text(values["system"], "system")}, *messages]
     return Chat(messages, functions(values.get("tools")))
@@ -122,6 +124,7 @@ def _preference(values: Mapping[str, Any]) -> Preference:
             asked = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
             chosen, rejected = (answer.removeprefix(asked) for answer in (chosen, rejected))
         else:
+            # `prompt` can be None here, if the texts are equal; the check at the end rejects them.
             asked = text(prompt or "", "prompt", empty=True)
         if not chosen or not rejected:
             raise RowError("one of `chosen` and `rejected` is the beginning of the other")
@@ -161,6 +164,7 @@ def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Cha
     return Chat(messages, functions(values.get("tools")))
 
 
+# The arguments are `name`, `fields`, `others` and `read`.
 FORMS: Final = (
     Form("messages", ("messages",), ("tools",), _chat),
     Form("conversations (ShareGPT)", ("conversations",), ("tools", "system"), _sharegpt),

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 /// Sizes of dimensions.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// The number of elements in a block: small enough for several blocks to stay in the first-level cache, large enough
+/// The number of elements that [`Blocks`] reads at a time, a block: small enough for several blocks to stay in the first-level cache, large enough
 /// for the work on a block to outweigh the work of gathering it.
 pub(super) const BLOCK: usize = 1024;
 
@@ -72,7 +72,7 @@ pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut
         return;
     };
     // The indices of the run's first element: `index` along the outer axes, `at` along the innermost axis. `offset` is
-    // that of the element with these outer indices and the innermost index 0.
+    // the index in memory of the element with these outer indices and the innermost index 0.
     let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, outer.len());
     let mut at = range.start % inner.size;
     let mut rest = range.start / inner.size;
@@ -152,8 +152,11 @@ impl<'a, T: Copy> View<'a, T> {
 /// Reads a [`View`] block by block.
 pub(super) struct Blocks<'v, 'a, T> {
     view: &'v View<'a, T>,
+    /// The result of [`View::contiguous`].
     contiguous: Option<&'a [T]>,
+    /// Whether all elements of the view are one broadcast element.
     constant: bool,
+    /// Memory for one block, if the view is not contiguous.
     scratch: Vec<T>,
 }
 
@@ -162,7 +165,7 @@ impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
     pub fn new(view: &'v View<'a, T>) -> Self {
         let contiguous = view.contiguous();
         let constant = view.is_constant();
-        // If the view is constant, the scratch keeps this value.
+        // If the view is constant, all blocks equal this initial scratch, and `get` never writes to it.
         let scratch = if contiguous.is_none() { vec![view.data[0]; BLOCK] } else { Vec::new() };
         Self { view, contiguous, constant, scratch }
     }
@@ -186,6 +189,7 @@ mod tests {
 
     use super::*;
 
+    /// A layout that starts at index 0 in memory.
     fn layout(dims: &[usize], stride: &[usize]) -> Layout {
         Layout::new(Shape::from(dims), stride.to_vec(), 0)
     }
@@ -207,7 +211,9 @@ mod tests {
             collapse(source, dims).iter().map(|a| (a.size, a.stride)).collect::<Vec<_>>()
         };
         assert_eq!(axes(&layout(&[2, 3, 4], &[12, 4, 1]), &[2, 3, 4]), [(24, 1)]);
+        // A gap of 12 elements after each matrix keeps the first axis apart.
         assert_eq!(axes(&layout(&[2, 3, 4], &[24, 4, 1]), &[2, 3, 4]), [(2, 24), (12, 1)]);
+        // The stride of an axis of size 1 (here 7) has no effect. Broadcast axes get stride 0.
         assert_eq!(axes(&layout(&[3, 1], &[1, 7]), &[2, 3, 4]), [(2, 0), (3, 1), (4, 0)]);
         assert_eq!(axes(&layout(&[], &[]), &[2, 3]), [(6, 0)]);
         assert_eq!(axes(&layout(&[1, 1], &[5, 9]), &[1, 1]), []);
@@ -216,7 +222,8 @@ mod tests {
     #[test]
     fn blocks_read_any_range_in_row_major_order() {
         let data: Vec<u32> = (0..4000).collect();
-        // Dimensions and strides of a layout, and the dimensions to which it broadcasts.
+        // Dimensions and strides of a layout, and the dimensions to which it broadcasts: contiguous, transposed,
+        // broadcast along two axes, one element, every second element.
         let cases: [(&[usize], &[usize], &[usize]); 5] = [
             (&[30, 7, 11], &[77, 11, 1], &[30, 7, 11]),
             (&[11, 7, 30], &[1, 11, 77], &[11, 7, 30]),

@@ -14,11 +14,13 @@ const EPS: f64 = 1e-5;
 
 /// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has
 /// several rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the
-/// registers of the threads that share a row. No number of rows is a multiple of seven: over seven rows the gradients
-/// of the results (`weights_like`) add up to zero, so the gradient of a bias would be zero.
+/// registers of the threads that share a row. No number of rows is a multiple of seven: the gradients of the results
+/// (`weights_like`) repeat after seven elements, so those of a column add up to zero over seven rows, and the gradient
+/// of a bias would be zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
+/// The layer norm of x[0] + x[1] over the last dimension, with weight x[2] and bias x[3], plus the sum itself.
 fn add_and_norm(x: &[Tensor]) -> Result<Tensor> {
     let (sum, y) = add_layer_norm(&x[0], &x[1], 1, Some(&x[2]), Some(&x[3]), EPS)?;
     y.add(&sum)
@@ -32,10 +34,12 @@ fn norms_of_rows_equal_the_cpu() {
         for (dtype, tolerance) in TOLERANCE {
             let inputs = [&[rows, len][..], &[rows, len], &[len], &[len]].map(|dims| random(dims, 1.0, dtype));
             let [x, residual, weight, bias] = &inputs;
+            // Norms of sums get twice the tolerance, because the sum is rounded, too.
             let of = |name: &str| format!("{name} of {rows} x {len} in {}", dtype.as_str());
             let layer = |x: &[Tensor]| layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
             let parameters = [x.clone(), weight.clone(), bias.clone()];
             compare(&of("layer norm"), &layer, &parameters, &device, tolerance);
+            // "Beside" something: x is used a second time, so its gradient has a second term.
             compare(&of("layer norm beside x"), &|x| layer(x)?.add(&x[0]), &parameters, &device, tolerance);
             let beside = |x: &[Tensor]| layer(x)?.add(&x[0])?.add(&x[0].sqr()?);
             compare(&of("layer norm beside a sum"), &beside, &parameters, &device, tolerance);

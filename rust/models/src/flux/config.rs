@@ -57,6 +57,7 @@ impl Configuration for FluxConfig {
     /// Missing fields have diffusers' defaults. Unlike in [`FluxConfig::default`], `guidance_embeds` is then false.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(FluxTransformer::CLASS_NAME, map);
+        // The transformer does not divide its inputs into patches: each token is a patch of latents already.
         fields.only(&[("patch_size", json!(1))])?;
         let in_channels = fields.size("in_channels", Some(64))?;
         let axes = if map.contains_key("axes_dims_rope") { fields.list("axes_dims_rope")? } else { vec![16, 56, 56] };
@@ -78,6 +79,7 @@ impl Configuration for FluxConfig {
     }
 
     fn to_json(&self) -> Map<String, Value> {
+        // As in diffusers, `out_channels` is null if it equals `in_channels`.
         let json = json!({
             "_class_name": FluxTransformer::CLASS_NAME,
             "patch_size": 1,

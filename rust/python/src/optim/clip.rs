@@ -1,4 +1,4 @@
-//! Gradient clipping.
+//! The Python function `clip_grad_norm_`, which clips gradients.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -54,5 +54,6 @@ pub fn clip_grad_norm_(
     } else {
         return Err(tc::Error::argument(OP, format!("found norm_type {norm_type}, expected 2 or infinity")).into());
     };
+    // `detached` releases the GIL.
     detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite)).map(Tensor)
 }

@@ -27,7 +27,8 @@ pub struct TokenInputs<'a> {
     pub hidden_states: &'a Tensor,
     /// Tokens of the text, (B, L, [`TokenSizes::text`]).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text embedding, (B, [`TokenSizes::pooled`]). It is ignored if the model takes none.
+    /// The pooled text embedding, (B, [`TokenSizes::pooled`]). A model that takes one always gives it here;
+    /// otherwise it is ignored.
     pub pooled_projections: Option<&'a Tensor>,
     /// The time from 0 (clean latents) to 1 (noise): (B), (1) or a scalar.
     pub timestep: &'a Tensor,
@@ -51,10 +52,10 @@ impl TokenSizes {
             Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))
         };
         let (hidden_states, channels) = (inputs.hidden_states, self.channels);
-        let &[batch, area, width] = hidden_states.dims() else {
+        let &[batch, image_tokens, width] = hidden_states.dims() else {
             return misfit("hidden_states", hidden_states, format!("(B, S, {channels})"));
         };
-        if width != channels || area == 0 {
+        if width != channels || image_tokens == 0 {
             let expected = format!("(B, S, {channels}) with at least one token");
             return misfit("hidden_states", hidden_states, expected);
         }
@@ -63,12 +64,12 @@ impl TokenSizes {
                 format!("hidden_states is {}, expected floating-point latents", hidden_states.dtype().as_str());
             return Err(Error::dtype(self.op, message));
         }
-        let text = inputs.encoder_hidden_states;
-        let length = match *text.dims() {
+        let states = inputs.encoder_hidden_states;
+        let text_tokens = match *states.dims() {
             [b, length, width] if b == batch && width == self.text && length > 0 => length,
             _ => {
                 let expected = format!("({batch}, L, {}) with at least one token", self.text);
-                return misfit("encoder_hidden_states", text, expected);
+                return misfit("encoder_hidden_states", states, expected);
             }
         };
         if let (Some(pooled), Some(width)) = (inputs.pooled_projections, self.pooled)
@@ -82,7 +83,8 @@ impl TokenSizes {
                 return misfit(name, input, format!("({batch},), (1,) or ()"));
             }
         }
-        for (name, ids, tokens) in [("img_ids", inputs.img_ids, area), ("txt_ids", inputs.txt_ids, length)] {
+        for (name, ids, tokens) in [("img_ids", inputs.img_ids, image_tokens), ("txt_ids", inputs.txt_ids, text_tokens)]
+        {
             if ids.dims() != [tokens, self.axes] {
                 return misfit(name, ids, format!("({tokens}, {})", self.axes));
             }
@@ -95,6 +97,6 @@ impl TokenSizes {
             };
             return Err(Error::argument(self.op, message));
         }
-        Ok([area, length])
+        Ok([image_tokens, text_tokens])
     }
 }

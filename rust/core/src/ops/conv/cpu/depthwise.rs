@@ -50,10 +50,10 @@ pub(super) fn run<T: Elem>(
             let target = unsafe { shared.slice(target_line * line_len..(target_line + 1) * line_len) };
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
-                // `places` has the kernel taps of the phase: here their lines i, below their columns j.
-                for &(i, offset) in &lines.places {
+                // `taps` has the kernel taps of the phase: here their lines i, below their columns j.
+                for &(i, offset) in &lines.taps {
                     let Some(source_line) = source_position(lines, line, offset) else { continue };
-                    for &(j, offset) in &columns.places {
+                    for &(j, offset) in &columns.taps {
                         let Some(source_column) = source_position(columns, column, offset) else { continue };
                         let pixel = (image * source_height + source_line) * source_width + source_column;
                         let x = &source[pixel * channels..(pixel + 1) * channels];
@@ -95,9 +95,9 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
             let (image, line, column) =
                 (index / columns.count / lines.count, index / columns.count % lines.count, index % columns.count);
             let g = &g[range.clone()];
-            for &(i, offset) in &lines.places {
+            for &(i, offset) in &lines.taps {
                 let Some(source_line) = source_position(lines, line, offset) else { continue };
-                for &(j, offset) in &columns.places {
+                for &(j, offset) in &columns.taps {
                     let Some(source_column) = source_position(columns, column, offset) else { continue };
                     let pixel = (image * height + source_line) * width + source_column;
                     let x = &x[pixel * channels..(pixel + 1) * channels][range.clone()];

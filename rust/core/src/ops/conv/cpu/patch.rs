@@ -36,18 +36,18 @@ pub(in crate::ops::conv) struct Axis {
     /// The kernel taps of the phase: the index in the kernel and the offset of each, in the order of rising offsets. At
     /// a tap, target position i, counted in the phase, reads source position i · step + offset, which may be in the
     /// padding.
-    pub places: SmallVec<[(usize, isize); 8]>,
+    pub taps: SmallVec<[(usize, isize); 8]>,
 }
 
 impl Axis {
     /// The smallest offset of a kernel tap; 0 if the phase has no taps.
     fn origin(&self) -> isize {
-        self.places.first().map_or(0, |&(_, offset)| offset)
+        self.taps.first().map_or(0, |&(_, offset)| offset)
     }
 
     /// Distance in the source between the first and the last kernel tap.
     fn span(&self) -> usize {
-        self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
+        self.taps.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
     /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps, `step` if
@@ -72,21 +72,21 @@ impl Axis {
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let first = (range.start * self.step) as isize + self.origin();
         // The number of positions of the copy that are before a source position.
-        let before = |position: isize| ((position - first).max(0) as usize).div_ceil(self.jump());
+        let count_before = |position: isize| ((position - first).max(0) as usize).div_ceil(self.jump());
         let copied = self.copied(range.len());
-        let (start, end) = (before(0).min(copied), before(self.source as isize).min(copied));
+        let (start, end) = (count_before(0).min(copied), count_before(self.source as isize).min(copied));
         (start..end.max(start), first)
     }
 
     /// Whether a target position reads adjacent source positions at consecutive kernel taps.
     pub fn is_dense(&self) -> bool {
-        self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
+        self.taps.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
     /// For each kernel tap, its index in the kernel, and the position in a copy that the first target position of the
     /// part reads at this tap.
-    pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
-        self.places.iter().map(|&(tap, offset)| (tap, offset.abs_diff(self.origin())))
+    pub fn copied_taps(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.taps.iter().map(|&(tap, offset)| (tap, offset.abs_diff(self.origin())))
     }
 }
 
@@ -107,7 +107,8 @@ pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect
     // As few parts as `MAX_COLUMNS` permits, about equally wide. Tiles compute multiples of 4 columns.
     let width = columns.count.div_ceil(columns.count.div_ceil(MAX_COLUMNS)).next_multiple_of(4);
     let line_len = (columns.copied(width) * channels).max(1);
-    // The number of target lines whose copy has at most `MAX_PATCH` elements, but at least one.
+    // The number of target lines whose copy has at most `MAX_PATCH` elements, but at least one: the largest `count`
+    // for which `lines.copied(count)` lines of `line_len` elements fit.
     let fitting = (MAX_PATCH / line_len).saturating_sub(lines.span() + 1) / lines.copy_step() + 1;
     let height = fitting.min(lines.count.div_ceil(8).max(MIN_LINES));
     // As many parts as with this height, but about equally high.
@@ -151,6 +152,7 @@ impl Patch {
     /// The number of elements of the copy, plus a margin after its end, which the last tiles read: a tile may have up
     /// to 3 columns more than the part, and reads whole registers.
     pub fn len(&self) -> usize {
+        // More elements than a register holds.
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
     }
@@ -181,20 +183,20 @@ impl Patch {
     /// the number of elements of each run. If the taps of a kernel line read adjacent positions, a run has the whole
     /// line, otherwise one tap.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
-        let width = axes[1].places.len();
+        let width = axes[1].taps.len();
         let dense = axes[1].is_dense();
         let columns: SmallVec<[usize; 8]> =
-            axes[1].copied_places().take(if dense { 1 } else { width }).map(|(_, at)| at).collect();
+            axes[1].copied_taps().take(if dense { 1 } else { width }).map(|(_, at)| at).collect();
         let starts = axes[0]
-            .copied_places()
+            .copied_taps()
             .flat_map(|(_, line)| columns.iter().map(move |column| line * self.line_len() + column * self.channels));
         let k = if dense { width * self.channels } else { self.channels };
         // `a`, the place in the packed weight, depends on the panel of the weight, so the caller sets it.
         (starts.map(|b| Run { a: 0, b }).collect(), k)
     }
 
-    /// Fills `copy` from one image of the source, of height, width and channels `size`. The first channel of the copy
-    /// is channel `first_channel` of the image.
+    /// Fills `copy` from one image of the source; `size` is the image's height, width and channels. The first channel of
+    /// the copy is channel `first_channel` of the image.
     pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], size: [usize; 3], first_channel: usize) {
         let [_, width, image_channels] = size;
         let channels = self.channels;
@@ -202,8 +204,8 @@ impl Patch {
             return;
         }
         let lines = copy.chunks_exact_mut(self.line_len()).take(self.size[0]);
-        for (line, copy) in lines.enumerate() {
-            if !self.inside[0].contains(&line) {
+        for (copy_line, copy) in lines.enumerate() {
+            if !self.inside[0].contains(&copy_line) {
                 copy.fill(Real::ZERO);
                 continue;
             }
@@ -213,10 +215,11 @@ impl Patch {
             if columns.is_empty() {
                 continue;
             }
-            let line = (self.first[0] + (line * self.jump[0]) as isize) as usize;
-            let column = (self.first[1] + (columns.start * self.jump[1]) as isize) as usize;
-            let image = &image[(line * width + column) * image_channels + first_channel..];
+            let source_line = (self.first[0] + (copy_line * self.jump[0]) as isize) as usize;
+            let source_column = (self.first[1] + (columns.start * self.jump[1]) as isize) as usize;
+            let image = &image[(source_line * width + source_column) * image_channels + first_channel..];
             let copy = &mut copy[columns.start * channels..columns.end * channels];
+            // Distance in the image between the pixels of neighbouring columns of the copy.
             let distance = self.jump[1] * image_channels;
             if distance == channels {
                 convert(copy, image);

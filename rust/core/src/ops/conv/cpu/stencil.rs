@@ -67,7 +67,7 @@ impl Stencil {
             source: geometry.input[i],
             step: options.stride[i],
             // The index and the offset of each kernel tap.
-            places: (0..geometry.kernel[i])
+            taps: (0..geometry.kernel[i])
                 .map(|tap| (tap, (tap * options.dilation[i]) as isize - options.padding[i] as isize))
                 .collect(),
         };
@@ -100,7 +100,7 @@ impl Stencil {
                 count: (geometry.input[i] - first).div_ceil(stride),
                 source: geometry.output[i],
                 step: 1,
-                places: taps.map(|k| (k, offset(k).div_euclid(stride as isize))).collect(),
+                taps: taps.map(|k| (k, offset(k).div_euclid(stride as isize))).collect(),
             }
         };
         let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
@@ -151,7 +151,7 @@ struct Phase<'a> {
 impl Phase<'_> {
     /// The number of kernel taps of the phase.
     fn taps(&self) -> usize {
-        self.axes[0].places.len() * self.axes[1].places.len()
+        self.axes[0].taps.len() * self.axes[1].taps.len()
     }
 
     /// The number of source channels of a group.
@@ -202,8 +202,8 @@ impl Phase<'_> {
                 for block in &blocks {
                     let step = packed_len(self.shape, Along::Rows, rows, block.len());
                     let mut at = self.packed_at(group, block, row);
-                    for (line, _) in &self.axes[0].places {
-                        for (column, _) in &self.axes[1].places {
+                    for (line, _) in &self.axes[0].taps {
+                        for (column, _) in &self.axes[1].taps {
                             let tap_start = group * strides.group
                                 + row * strides.target
                                 + line * strides.tap[0]

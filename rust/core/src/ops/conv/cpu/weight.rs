@@ -144,10 +144,8 @@ impl Task<'_> {
         let columns = if is_by_line { 1 } else { kernel_width };
         let len = if is_by_line { kernel_width * channels } else { channels };
         self.axes[0]
-            .copied_places()
-            .flat_map(|(i, line)| {
-                self.axes[1].copied_places().take(columns).map(move |(j, column)| (i, line, j, column))
-            })
+            .copied_taps()
+            .flat_map(|(i, line)| self.axes[1].copied_taps().take(columns).map(move |(j, column)| (i, line, j, column)))
             .map(|(i, line, j, column)| Stretch {
                 weight: (i * kernel_width + j) * depth + self.channels.start,
                 copy: line * patch.line_len() + column * channels,
