@@ -14,7 +14,7 @@ import trainable_candle as tc
 def compare(
     rows: int, width: int, rank: int, rounds: int, *, prints_row_times: bool = False
 ) -> None:
-    """Time both sides on inputs of shape (rows, width), and print their times."""
+    """Time this library and torch on inputs of shape (rows, width), and print their times."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((width, width), dtype=np.float32) * 0.02
     down = rng.standard_normal((rank, width), dtype=np.float32) * 0.02
@@ -22,7 +22,8 @@ def compare(
     x = rng.standard_normal((rows, width), dtype=np.float32)
     result_grad = rng.standard_normal((rows, width), dtype=np.float32)
 
-    layer = tc.nn.LoRALinear(tc.tensor(weight), rank, rank / 2)  # alpha: a scale of 0.5
+    layer = tc.nn.LoRALinear(tc.tensor(weight), rank, rank / 2)  # alpha = rank / 2: a scale of 0.5
+    # `get_vars` returns the factor (rank, width) first, as `down`.
     for var, value in zip(layer.get_vars(), (down, up), strict=True):
         var.set(tc.tensor(value))
     our_x, our_grad = tc.Var(x), tc.tensor(result_grad)
@@ -65,7 +66,7 @@ def main() -> None:
         for power in range(12, 21, 2):
             # Twice the rows get half the rounds, but at least 5.
             rounds = max(options.rounds >> (power - 12), 5)
-            compare(2**power, 512, 16, rounds, prints_row_times=True)
+            compare(2**power, width=512, rank=16, rounds=rounds, prints_row_times=True)
         return
     for rows, width, rank in ((512, 1024, 16), (1024, 768, 16), (2048, 640, 32), (64, 256, 8)):
         compare(rows, width, rank, options.rounds)

@@ -1,6 +1,6 @@
 // Computes D = (I - Q) (I + Q)^-1 - I, the Cayley transform of a skew-symmetric matrix Q minus the identity, for `count` matrices. D is
-// the solution of (I + Q) D = -2 Q, which Gauss-Jordan elimination finds. The symmetric part of I + Q is I, so each pivot is at least 1,
-// and no rows need to be exchanged.
+// also -2 Q (I + Q)^-1, and Q commutes with the inverse. So D is the solution of (I + Q) D = -2 Q, which Gauss-Jordan elimination finds.
+// The symmetric part of I + Q is I, so each pivot is at least 1, and no rows need to be exchanged.
 //
 // upper (count, size (size - 1) / 2) has the elements of each Q above the diagonal, row by row; grad_upper is its gradient. change (count,
 // size, size) has the matrices D, and grad is its gradient.
@@ -35,10 +35,10 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
     const uint32_t width = 2 * size, triangle = size * (size - 1) / 2;
     for (uint64_t matrix = blockIdx.x; matrix < count; matrix += gridDim.x) {
         for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
-            const T *own = upper + matrix * triangle;
+            const T *elements = upper + matrix * triangle;
             A q = 0;
-            if (row < column) q = widen(own[upper_index(row, column, size)]);
-            else if (row > column) q = -widen(own[upper_index(column, row, size)]);
+            if (row < column) q = widen(elements[upper_index(row, column, size)]);
+            else if (row > column) q = -widen(elements[upper_index(column, row, size)]);
             system[row * width + column] = row == column ? A(1) : q;
             system[row * width + size + column] = -2 * q;
         });
@@ -49,8 +49,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
             const A inverse = A(1) / system[pivot * width + pivot];
             for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
                 if (row == pivot) return;
-                const A own = system[pivot * width + column] * inverse;
-                system[row * width + column] -= system[row * width + pivot] * own;
+                const A of_pivot = system[pivot * width + column] * inverse;
+                system[row * width + column] -= system[row * width + pivot] * of_pivot;
             });
             __syncthreads();
             for (uint32_t column = pivot + 1 + threadIdx.y * blockDim.x + threadIdx.x; column < width;

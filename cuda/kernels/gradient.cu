@@ -4,14 +4,15 @@
 // The larger of two magnitudes; NaN if either is NaN.
 static __device__ __forceinline__ double larger(double a, double b) { return a > b || a != a ? a : b; }
 
-// MAX: norms of the largest magnitude, otherwise sums of squares. `gather` adds gradient x to `sum`, `combine` joins two such sums.
+// A "sum" of gradients is their largest magnitude if MAX, otherwise the sum of their squares; both start at 0. `gather` adds gradient x to
+// `sum`, `combine` joins two such sums.
 template <bool MAX> static __device__ __forceinline__ double gather(double sum, double x) {
     return MAX ? larger(fabs(x), sum) : fma(x, x, sum);
 }
 
 template <bool MAX> static __device__ __forceinline__ double combine(double a, double b) { return MAX ? larger(a, b) : a + b; }
 
-// Combines the values of the block's threads. Only in thread 0 is the returned value the result.
+// Combines the sums of the block's threads. Only in thread 0 is the returned value the result.
 template <bool MAX> static __device__ double combine_block(double value) {
     __shared__ double warps[WARP];
     for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
@@ -41,6 +42,7 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
             for (int k = 0; k < N; ++k) sum = gather<MAX>(sum, widen(grads[pack * N + k]));
         }
     }
+    // The gradients after the last pack, one for each of the first threads.
     if (thread < count % N) sum = gather<MAX>(sum, widen(grads[packs * N + thread]));
     sum = combine_block<MAX>(sum);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
@@ -79,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x != 0) return;
     const double norm = (is_max ? value : sqrt(value)) / (loss_scale == nullptr ? 1.0 : loss_scale->scale);
     const double factor = max_norm / (norm + 1e-6);
+    // Not min(1, factor), which could turn NaN into 1.
     *clip = {norm, factor >= 1.0 ? 1.0 : factor};
 }
 

@@ -82,9 +82,9 @@ def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[st
 
 def train(base: Path, images: Path, output: Path, **more: object) -> tuple[list[str], Any]:
     """Train with two processes; return the losses and the bytes of the adapter's tensors."""
-    places = {"weights": str(base), "dataset": str(images), "output": str(output)}
+    paths = {"weights": str(base), "dataset": str(images), "output": str(output)}
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
-        processes = start(meeting, {**places, "steps": 6, **more})
+        processes = start(meeting, {**paths, "steps": 6, **more})
         errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     adapter = tc.load_file(output / "adapter.safetensors")
@@ -97,10 +97,12 @@ def test_streaming_and_resuming_do_not_change_the_results(
 ) -> None:
     if device != "cpu" and tc.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    place = {"device": device, "precision": "f32" if device == "cpu" else "bf16"}
-    expected = train(base, digits_folder, tmp_path / "host", **place, stream_blocks=3)
-    assert expected == train(base, digits_folder, tmp_path / "resident", **place, stream_blocks=0)
-    peers = {**place, "stream_blocks": 3, "stream_from": "peers"}
+    on_device = {"device": device, "precision": "f32" if device == "cpu" else "bf16"}
+    expected = train(base, digits_folder, tmp_path / "host", **on_device, stream_blocks=3)
+    assert expected == train(
+        base, digits_folder, tmp_path / "resident", **on_device, stream_blocks=0
+    )
+    peers = {**on_device, "stream_blocks": 3, "stream_from": "peers"}
     assert train(base, digits_folder, tmp_path / "peers", **peers) == expected
     assert "stream_from: peers" in (tmp_path / "peers" / "config.yaml").read_text()
     # An interrupted run that streams from peers continues as if it had not been interrupted.
@@ -112,6 +114,7 @@ def test_streaming_and_resuming_do_not_change_the_results(
 def test_a_killed_process_ends_the_other(base: Path, digits_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     settings = {"weights": str(base), "dataset": str(digits_folder), "output": str(output)}
+    # The run does not end by itself, and logs no losses.
     settings |= {"steps": 1_000_000, "save_every": 4, "log_every": 1_000_000}  # type: ignore[dict-item]
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = start(meeting, {**settings, "stream_blocks": 3, "stream_from": "peers"})
@@ -147,6 +150,7 @@ def test_only_settings_that_can_stream_from_peers_are_accepted() -> None:
     ):
         require_streams(configured())
     require_streams(configured(stream_blocks=2))
+    # Without `stream_from="peers"`, a run need not stream.
     require_streams(TrainConfig(model="flux", device="cuda"))
 
 
@@ -169,6 +173,7 @@ def test_a_single_process_is_rejected_before_it_writes_anything(
 
 
 @pytest.mark.parametrize(
+    # The links of this process's GPU to those of the other two processes; the slowest counts.
     ("links", "slowest"),
     [
         ([NVLINK, NVLINK], NVLINK),
@@ -203,6 +208,7 @@ def test_the_slowest_link_counts_and_a_missing_link_is_an_error(
 def test_processes_that_share_no_memory_cannot_stream_from_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A process that shares no memory with others has no name of its machine.
     monkeypatch.setattr(streamed, "machine", lambda: "")
     monkeypatch.setattr(_core, "cuda_bus_id", lambda _device: "0")
     group: Any = SimpleNamespace(exchange=lambda message: [message, message])

@@ -26,6 +26,7 @@ KEY = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
 def skew(upper: np.ndarray) -> np.ndarray:
     """Build skew-symmetric matrices from their strict upper triangles, (count, elements)."""
+    # The positive root n of n * (n - 1) / 2 = number of elements.
     size = round((1 + (1 + 8 * upper.shape[1]) ** 0.5) / 2)
     matrices = np.zeros((len(upper), size, size))
     rows, columns = np.triu_indices(size, 1)
@@ -88,7 +89,9 @@ def test_a_lycoris_file_that_is_saved_again_keeps_its_block_size_in_the_metadata
     assert read_metadata(tmp_path / "b.safetensors")["ss_network_dim"] == "4"
 
 
-# In peft, the exact form has the opposite sign of Q to that of the series.
+# In peft, the exact form has the opposite sign of Q to that of the series. By default, the series
+# has 5 terms: the powers of Q from 0 to 4, of which the last occurs once. With 2 terms, Q occurs
+# twice.
 @pytest.mark.parametrize(
     ("settings", "rotation"),
     [
@@ -213,6 +216,8 @@ def test_files_and_formats_that_do_not_fit_are_rejected(
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        # The layer has 8 outputs, so two blocks of 4 x 4 would fit. The first three files are
+        # rejected whatever their number of blocks.
         ({"oft_blocks": (2, 4, 4, 4)}, "butterfly form is not supported"),
         ({"oft_blocks": (4, 4, 4), "rescale": (16, 1)}, "a factor for each output"),
         ({"oft_blocks": (4, 4, 5)}, r"expected \(blocks, n, n\)"),
@@ -241,6 +246,7 @@ def test_verify_says_how_each_tool_reads_oft(
     assert module.ignored_by["diffusers"] == "it only loads LoRA"
     assert module.changed_by == {"A1111": "it rotates biases too"}
     tensors = tc.load_file(path)
+    # ComfyUI limits the norm of Q by this alpha, so it would change the weights.
     low_alphas = {key: tc.tensor(1e-2) for key in tensors if key.endswith(".alpha")}
     tc.save_file(tensors | low_alphas, path)
     limited = tc.verify_adapter(path, "sdxl", sdxl)

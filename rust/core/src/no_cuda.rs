@@ -1,6 +1,7 @@
 //! The module `cuda` of a build without CUDA. It has the interface of the CUDA runtime, so that callers need no `cfg`.
 //! Functions that need CUDA always return the error that their documentation names. Types that need CUDA have no values
-//! (`Infallible`), so their methods are never called. The modules in `cuda/` describe the functions in full.
+//! (`Infallible`), so their methods are never called. The modules in `cuda/` describe the functions and their
+//! arguments in full; there, the names of the arguments have no `_`. `folders` are searched for the CUDA libraries.
 
 use std::path::Path;
 
@@ -196,12 +197,13 @@ pub mod peers {
             match self.0 {}
         }
 
-        /// The number of this process.
+        /// The number of this process among those of the machine.
         pub const fn number(&self) -> usize {
             match self.0 {}
         }
 
-        /// Write bytes to shards.
+        /// Write bytes to shards. Each piece has the process, the first byte in the process's shard, and the number of
+        /// bytes.
         ///
         /// # Errors
         /// None.
@@ -209,7 +211,7 @@ pub mod peers {
             match self.0 {}
         }
 
-        /// Read bytes of shards to a tensor.
+        /// Read bytes of shards to a tensor. The pieces are as for [`write`](Self::write).
         ///
         /// # Errors
         /// None.

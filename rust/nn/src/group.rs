@@ -12,7 +12,7 @@ use crate::{Layer, Linear, Visitor};
 pub struct LinearGroup {
     names: Vec<&'static str>,
     members: Vec<Linear<Tensor>>,
-    /// The number of rows of each member's weight.
+    /// The number of output features of each member: the rows of its weight.
     sizes: Vec<usize>,
     /// None if the members' parameters could not be joined.
     joined: Option<JoinedParameters>,
@@ -59,9 +59,9 @@ impl LinearGroup {
             for (member, &size) in members.iter_mut().zip(&sizes) {
                 let rows = |tensor: &Tensor| tensor.narrow(0, start, size);
                 // `join` has already given the members their rows of a quantized or streamed weight.
-                let own =
+                let member_weight =
                     weight.tensor().map_or_else(|| Ok(member.weight.clone()), |all| rows(all).map(Weight::from))?;
-                *member = Linear::from_weight(own, bias.as_ref().map(rows).transpose()?);
+                *member = Linear::from_weight(member_weight, bias.as_ref().map(rows).transpose()?);
                 start += size;
             }
         }
@@ -190,19 +190,19 @@ fn join(members: &mut [Linear<Tensor>]) -> Result<Option<JoinedParameters>> {
     }
     let stack = |tensors: Vec<&Tensor>| Tensor::cat(&tensors, 0).map(|tensor| tensor.detach());
     let plain: Vec<&Tensor> = members.iter().filter_map(|member| member.weight.tensor()).collect();
-    let matrices: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
+    let quantized: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
     let streamed: Vec<&Streamed> = members.iter().filter_map(|member| member.weight.streamed()).collect();
     let count = members.len();
     let as_weights = |parts: Vec<Quantized>| parts.into_iter().map(Weight::from).collect::<Vec<_>>();
     // `parts` are the members' views of `weight`, or None if the members' weights need not change here.
     let (weight, parts) = if plain.len() == count {
         (Weight::from(stack(plain)?), None)
-    } else if matrices.len() == count {
+    } else if quantized.len() == count {
         // On a GPU, one product computes all members if their quantized weights are in common storage.
-        match if device.is_cuda() { Quantized::join(&matrices)? } else { None } {
+        match if device.is_cuda() { Quantized::join(&quantized)? } else { None } {
             Some((joined, parts)) => (joined.into(), Some(as_weights(parts))),
             // The result of `cat` shares the storage of the members' weights.
-            None => (Quantized::cat(&matrices)?.into(), None),
+            None => (Quantized::cat(&quantized)?.into(), None),
         }
     } else if streamed.len() == count {
         let Some((joined, parts)) = Streamed::join(&streamed)? else { return Ok(None) };

@@ -32,7 +32,8 @@ fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     }
 }
 
-/// Optimizers with different states, each of its own [`params`].
+/// Optimizers with different states, each with its own [`params`]. The numbers after the parameters are the learning
+/// rate and, if there are two, the weight decay.
 fn optimizers(dtype: DType) -> Vec<Box<dyn Optimizer>> {
     let sgd = SGDConfig { lr: 0.01, momentum: 0.9, ..SGDConfig::default() };
     let amsgrad = AdamConfig { amsgrad: true, ..AdamConfig::adam(0.01) };
@@ -86,7 +87,7 @@ fn state_bytes_count_states_and_master_values() {
     // are f32.
     let f32_state = 4 * (6000 + 40);
     let state_8bit = 6000 + 4 * 6000usize.div_ceil(256) + 4 * 40;
-    // SGD, Adam with amsgrad, AdamW8bit, Lion8bit, Prodigy.
+    // The numbers of states of SGD (1: momentum), Adam with amsgrad (3), AdamW8bit (2), Lion8bit (1) and Prodigy (4).
     let expected = [f32_state, 3 * f32_state, 2 * state_8bit, state_8bit, 4 * f32_state];
     for (dtype, master_bytes) in [(DType::F32, 0), (DType::F16, f32_state)] {
         for (mut opt, state_bytes) in optimizers(dtype).into_iter().zip(expected) {
@@ -102,6 +103,7 @@ fn wrong_states_are_rejected_and_change_nothing() -> Result<()> {
     let mut source = AdamW::new(params(DType::F32), 0.01, 0.1)?;
     train(&mut source, 0..2);
     let valid = source.state_dict()?;
+    // With a learning rate other than that of `source`, which a load would replace.
     let mut opt = AdamW::new(params(DType::F32), 0.5, 0.1)?;
     train(&mut opt, 0..1);
     let before = opt.state_dict()?;
@@ -155,6 +157,7 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
         let scale = scaler.get_scale()? as f32;
         let stepped = scaler.step(&mut opt)? == Some(true);
         assert_eq!(stepped, grad.is_finite());
+        // With learning rate 1, a step subtracts the unscaled gradients from [0, 0].
         let expected = if stepped { [-8.0 / scale, -1.0 / scale] } else { [0.0; 2] };
         assert_eq!(opt.vars()[0].to_vec::<f32>()?, expected);
         scaler.update()?;
@@ -169,7 +172,7 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
 fn the_scaler_rejects_calls_out_of_order() -> Result<()> {
     let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     assert!(scaler.update().is_err());
-    // The gradient is the default scale.
+    // The gradient equals the default scale, so the unscaled gradient is 1.
     let mut opt = sgd_with_grad(65536.0)?;
     scaler.unscale(&opt)?;
     assert_eq!(opt.vars()[0].grad().unwrap().to_vec::<f32>()?[0], 1.0);

@@ -15,11 +15,11 @@ TEXT_FOLDERS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 def latents_identity(weights: Path) -> Mapping[str, str]:
-    return SDXL(weights, None, "cpu").coder.identity()
+    return SDXL(weights, dtype=None, device="cpu").coder.identity()
 
 
 def text_identity(weights: Path) -> Mapping[str, str]:
-    return SDXL(weights, None, "cpu").text_identity()
+    return SDXL(weights, dtype=None, device="cpu").text_identity()
 
 
 def test_an_identity_changes_with_bytes_of_the_files_of_its_encoders_alone(
@@ -29,6 +29,7 @@ def test_an_identity_changes_with_bytes_of_the_files_of_its_encoders_alone(
     shutil.copytree(sdxl_base, base)
     paths = sorted(path for path in base.rglob("*") if path.is_file())
     assert len(paths) > 10
+    # Flip a bit in the first, a middle and the last byte of each file.
     for path in paths:
         content = path.read_bytes()
         before = latents_identity(base), text_identity(base)
@@ -59,6 +60,7 @@ def test_an_identity_depends_on_a_single_file_and_the_configurations_beside_it(
 ) -> None:
     shutil.copytree(sdxl_file.parent, tmp_path / "base")
     path = tmp_path / "base" / sdxl_file.name
+    # Four identities: as written, with another configuration, with none, with another last byte.
     identities = {repr(identity(path))}
     part = "vae" if identity is latents_identity else "text_encoder_2"
     config = path.parent / part / "config.json"

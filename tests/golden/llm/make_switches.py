@@ -29,6 +29,9 @@ SIZES = {
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+# A head has 4 features (hidden_size / num_attention_heads), so the rotary embedding has 2
+# frequencies, and each list one factor per frequency. Rows of more than
+# `original_max_position_embeddings` tokens get the long factors, others the short ones.
 LONGROPE = {
     "type": "longrope",
     "short_factor": [1.0, 1.5],
@@ -58,6 +61,7 @@ CASES = {
         {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
     ),
     "longrope": ("llama", {"rope_scaling": LONGROPE}),
+    # No row has more than 20 tokens (see `main`), so 24 selects the short factors.
     "longrope short": (
         "llama",
         {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 24}},
@@ -83,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, SIZES["vocab_size"], (2, 20))
     mask = torch.ones_like(ids)
-    mask[1, 13:] = 0
+    mask[1, 13:] = 0  # The second row has 13 tokens.
     tensors = {"input_ids": ids, "attention_mask": mask}
     configs = {}
     for name, (family, switches) in CASES.items():
@@ -106,6 +110,7 @@ def main() -> None:
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
                     ids[row : row + 1, :length]
                 ).logits[0]
+        # The file omits the output head if it is the embedding, which is in the file, too.
         tied = "lm_head.weight" if config.tie_word_embeddings else None
         for key, value in model.state_dict().items():
             if key != tied:

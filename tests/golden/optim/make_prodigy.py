@@ -27,6 +27,7 @@ CASES = {
         "d0": 1e-4,
         "d_coef": 8.0,
     },
+    # The weight decay is added to the gradients (`decouple` is False).
     "coupled": {
         "betas": (0.0, 0.99),
         "beta3": 0.9,
@@ -59,7 +60,7 @@ def main(path: str) -> None:
                 for index, param in enumerate(params):
                     param.grad = tensors[f"grad{index}.{step}"].to(dtype, copy=True)
                 opt.step()
-                d = opt.param_groups[0]["d"]
+                d = opt.param_groups[0]["d"]  # equal in both groups
                 tensors[f"{name}.d.{step}"] = torch.tensor([d], dtype=torch.float64)
             for index, param in enumerate(params):
                 tensors[f"{name}.p{index}"] = param.detach()

@@ -43,6 +43,7 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
 
 /// The elements of `raw`, a tensor on a GPU with elements of type `T`, in row-major order.
 fn download<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
+    // An error while a function is captured.
     crate::capture::refuse("to_cpu")?;
     crate::cuda::download(raw)
 }

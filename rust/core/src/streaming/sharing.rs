@@ -130,12 +130,12 @@ impl Sharing {
     /// [`Error::Argument`] with the first rank and unit that differ from rank 0, or if a process has failed.
     pub(super) fn agree(&self, mine: &[String]) -> Result<()> {
         let ((), every) = self.all_gather(Ok(()), |()| mine.join("\n"))?;
-        let first: Vec<&str> = every[0].split('\n').collect();
+        let of_rank_0: Vec<&str> = every[0].split('\n').collect();
         for (rank, theirs) in every.iter().enumerate() {
             let theirs: Vec<&str> = theirs.split('\n').collect();
-            let differs = (0..first.len().max(theirs.len())).find(|&unit| first.get(unit) != theirs.get(unit));
+            let differs = (0..of_rank_0.len().max(theirs.len())).find(|&unit| of_rank_0.get(unit) != theirs.get(unit));
             if let Some(unit) = differs {
-                let [found, expected] = [&theirs, &first].map(|units| units.get(unit).copied().unwrap_or("none"));
+                let [found, expected] = [&theirs, &of_rank_0].map(|units| units.get(unit).copied().unwrap_or("none"));
                 return Err(Error::argument(
                     OP,
                     format!(
@@ -149,9 +149,9 @@ impl Sharing {
     }
 
     /// Create memory of at least `bytes` bytes that all processes of this machine share, and return the result of
-    /// `attach`. `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory.
-    /// Then `attach` is called in every process with the written memory. When this function returns, `attach` has
-    /// returned in all processes.
+    /// `attach`. `fill` is called in every process, because each process loads every weight; only in the process that
+    /// writes the memory, `fill` gets the memory. Then `attach` is called in every process with the written memory.
+    /// When this function returns, `attach` has returned in all processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,
@@ -177,11 +177,13 @@ impl Sharing {
     /// Send a text made from the value `mine` to all processes; returns `mine`, and the texts of all processes by rank.
     /// If `mine` is an error in one process, this function returns an error in all processes.
     pub(super) fn all_gather<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
+        // The first character says whether a text or an error follows.
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),
             Err(error) => format!("-{error}"),
         };
         let every = (self.exchange)(message.as_bytes())?;
+        // This process returns its own error only now, after the other processes have received it.
         let mine = mine?;
         let read = |(rank, message): (usize, Vec<u8>)| {
             let text = String::from_utf8_lossy(&message).into_owned();

@@ -14,11 +14,12 @@ pub struct Pending {
     pub sum: Raw,
     /// Whether nothing else uses the storage of `sum`, so that a gradient can be added to it in place.
     pub owned: bool,
-    /// The parts of `sum` that have not been written yet.
+    /// The parts of `sum` that have not been written yet, because consumers of slices of the result write only their
+    /// part of its gradient.
     unset: Unset,
 }
 
-/// Ranges of indices along dimension `dim`.
+/// Ranges of indices along dimension `dim` whose elements have not been written. No ranges: all elements are written.
 #[derive(Default)]
 struct Unset {
     dim: usize,
@@ -26,7 +27,7 @@ struct Unset {
 }
 
 impl Unset {
-    /// Remove `part` along `dim` from the unset ranges, if all of it is unset.
+    /// Remove `part` along `dim` from the unset ranges, if all of it is unset. Returns whether it was.
     fn take(&mut self, dim: usize, part: &Range<usize>) -> bool {
         let holds = |range: &Range<usize>| range.start <= part.start && part.end <= range.end;
         let Some(index) = self.ranges.iter().position(holds).filter(|_| self.dim == dim) else { return false };
@@ -55,8 +56,9 @@ impl Pending {
         self.unset.ranges.is_empty()
     }
 
-    /// A view of the indices `part` along `dim` of `sum`. The caller must write all elements of the view. `None` if
-    /// some of them have been written already, or if `sum` is written in parts along another dimension.
+    /// A view of the indices `part` along `dim` of `sum`, which then count as written: the caller must write all
+    /// elements of the view. `None` if some of them have been written already, or if `sum` is written in parts along
+    /// another dimension.
     pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
         let is_free = self.unset.take(dim, part);
         Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)
@@ -74,6 +76,7 @@ impl Pending {
         if self.owned {
             return compute::accumulate(&self.sum, grad);
         }
+        // Something else uses the storage of `sum`, so the new sum gets storage of its own.
         self.sum = compute::binary(&self.sum, grad, Add)?;
         self.owned = true;
         Ok(())

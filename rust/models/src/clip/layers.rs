@@ -1,4 +1,4 @@
-//! One layer of a text encoder.
+//! One layer of a CLIP text encoder.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::{Result, Tensor};
@@ -61,6 +61,7 @@ impl EncoderLayer {
         let &[dim, wide] = self.fc2.weight.dims() else { return };
         // Numbers of values: of the hidden states, and between the two linear layers of the feed-forward network.
         let (states, between) = (tokens * dim, tokens * wide);
+        // In the calls below, a pair has the number of values of a linear layer's input and the number of tokens.
         let recomputed_with_previous = false;
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.

@@ -1,5 +1,4 @@
-//! [`EMA`]: exponential moving averages of variables that share a flat buffer. They can be the parameters of an
-//! adapter.
+//! [`EMA`]: exponential moving averages of variables that share a flat buffer, such as the parameters of an adapter.
 
 use trainable_candle_core::capture::{Fixed, HostState, before_replay, is_capturing};
 use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
@@ -117,8 +116,8 @@ impl EMA {
             let (config, weight, updates) = (self.config, self.weight.clone(), self.updates.clone());
             move || fill(&weight, 1.0 - config.decay_after(updates.get()))
         };
-        // A graph must not contain `set_weight`, because each call has another weight. `before_replay` calls it before
-        // every later call, and before the call that records the graph.
+        // A graph must not contain `set_weight`, because each call has another weight. If a captured function calls
+        // `update`, `before_replay` calls `set_weight` before the call that records the graph, and before every replay.
         if !is_capturing() {
             set_weight()?;
         }
@@ -138,9 +137,11 @@ impl EMA {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages already in place of the parameters"));
         }
+        // Within a captured function, this fails before anything changes.
         let saved = self.trained.get_mut()?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
+        // The error may come after values were overwritten, so the trained values are restored.
         if let Err(error) = overwrite(&self.buffer, &self.average) {
             overwrite(&self.buffer, &trained)?;
             return Err(error);

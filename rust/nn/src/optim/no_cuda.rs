@@ -1,5 +1,6 @@
 //! Stand-ins for the types and functions of the module `cuda` in a build without CUDA. In such a build no variable is
-//! on a CUDA device, so no value of these types ever exists.
+//! on a CUDA device, so no value of these types ever exists. The module `cuda` documents the functions and their
+//! arguments, whose names have no `_` there.
 
 use std::convert::Infallible;
 

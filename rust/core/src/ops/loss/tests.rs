@@ -12,7 +12,7 @@ fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
     Tensor::constant(from_vec(values.to_vec(), dims).to_dtype(dtype).unwrap())
 }
 
-/// `count` numbers from `-scale` to `scale`. Each `seed` begins the same sequence at another place.
+/// `count` irregular numbers from `-scale` to about `scale`. Each `seed` begins the same sequence at another place.
 fn numbers(count: usize, seed: usize, scale: f64) -> Vec<f64> {
     (0..count).map(|i| (((i + seed) * 7919 % 10_007) as f64 / 5003.0 - 1.0) * scale).collect()
 }
@@ -64,6 +64,7 @@ fn cross_entropy_matches_its_definition() {
     // The second size has several blocks of classes. The third has several ranges of rows, for several threads.
     for (rows, classes) in [(6, 5), (5, 3001), (900, 301)] {
         let mut targets: Vec<i64> = (0..rows as i64).map(|i| i * 13 % classes as i64).collect();
+        // One row is ignored.
         targets[3] = IGNORE_INDEX;
         let ids = Tensor::constant(from_vec(targets.clone(), rows));
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-6), (DType::BF16, 4e-3), (DType::F16, 5e-4)] {
@@ -96,7 +97,7 @@ fn cross_entropy_takes_strided_logits_and_u32_targets() {
     assert_close(&[found], &[expected], 1e-6);
     let found_gradient = values(&tensor(&gradients[0], &[2, 4, 7], DType::F64).narrow(1, 0, 3).unwrap());
     assert_close(&found_gradient, &expected_gradient, 1e-6);
-    // Logits (3, 7) whose classes are not contiguous in memory.
+    // Logits (3, 7) of three rows, whose classes are not contiguous in memory.
     let transposed_logits = tensor(&numbers(7 * 3, 9, 2.0), &[7, 3], DType::F64).t().unwrap();
     let three_ids = ids.narrow(1, 0, 3).unwrap().narrow(0, 0, 1).unwrap().reshape(3).unwrap();
     let (expected, _) = cross_entropy_by_hand(&values(&transposed_logits), 7, &as_targets(&three_ids), 0.1);
@@ -173,8 +174,8 @@ fn cross_entropy_rejects_targets_out_of_range_and_wrong_shapes_dtypes_and_smooth
 
 #[test]
 fn losses_of_differences_match_their_definitions() {
-    // The losses are summed in several ranges of elements. The last range ends with an incomplete block and an
-    // incomplete vector.
+    // So many elements that the losses are summed in several ranges. The last range ends with an incomplete block and
+    // an incomplete vector.
     let count = 70_003;
     let (a, b) = (numbers(count, 0, 2.0), numbers(count, 77, 2.0));
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6)] {
@@ -266,6 +267,7 @@ fn the_loss_of_a_head_in_chunks_of_rows_matches_the_loss_of_all_logits() {
     let (rows, width, classes) = (7, 3, 11);
     let targets = [4, IGNORE_INDEX, 0, 10, 3, IGNORE_INDEX, 7];
     let ids = Tensor::constant(from_vec(targets.to_vec(), rows));
+    // Ignored rows have weights, too, which have no effect.
     let row_weights = Tensor::constant(from_vec(vec![1f32, 5.0, 2.0, 0.5, 0.0, 5.0, 1.0], rows));
     let states = tensor(&numbers(rows * width, 3, 1.0), &[rows, width], DType::F64);
     let head = tensor(&numbers(classes * width, 8, 1.0), &[classes, width], DType::F64);
@@ -293,6 +295,7 @@ fn the_loss_of_a_head_in_chunks_of_rows_matches_the_loss_of_all_logits() {
 
 #[test]
 fn wrong_operands_of_a_head_are_errors() {
+    // Two rows of three features, and a head of four classes.
     let (states, head) = (tensor(&[0.0; 6], &[2, 3], DType::F32), tensor(&[0.0; 12], &[4, 3], DType::F32));
     let ids = |values: &[i64]| Tensor::constant(from_vec(values.to_vec(), values.len()));
     let error = linear_cross_entropy(&states, &head, &ids(&[4, 0]), None).unwrap_err();

@@ -1,4 +1,5 @@
-//! The statistics and the result of the forward pass.
+//! The forward pass of group norm on the CPU: its statistics and its result. Tensors are (batch, positions, channels),
+//! and a block is a range of neighbouring positions of one sample.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
@@ -61,6 +62,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
             *squares = sum_channels(sums);
         }
     });
+    // `squares` below are sums of squared deviations.
     let mut result = Statistics { mean: Vec::new(), rstd: Vec::new() };
     for sample in 0..size.batch {
         for group in 0..groups {
@@ -90,6 +92,7 @@ pub(super) fn forward<T: Elem, const SILU: bool>(
     bias: &[T::Acc],
 ) -> Vec<T> {
     let channels = size.channels;
+    // (batch, channels); `group` counts the groups of all samples.
     let means = channel_table(size, |group, _| statistics.mean[group]);
     let factors = channel_table(size, |group, channel| statistics.rstd[group] * weight[channel]);
     // SAFETY: every element of a block is written.
