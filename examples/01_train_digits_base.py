@@ -23,7 +23,7 @@ STEPS = 4000
 BATCH_SIZE = 128
 SEED = 0
 PURE_NOISE = 1000
-"""The model's timestep at pure noise."""
+"""The model's timestep at pure noise, where the noise level is 1."""
 
 
 def main() -> None:
@@ -36,8 +36,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
 
-    train, _ = digits.split(digits.load())
+    train, _ = digits.split(digits.load())  # The other part is for the demo's judge.
     seen = train.without(digits.UNSEEN)
+    # `to_model` takes RGB images, as users have them.
     rgb = np.repeat(digits.to_grey(seen.pixels)[..., None], 3, axis=-1)
 
     tc.manual_seed(SEED)
@@ -75,7 +76,7 @@ def main() -> None:
     )
     trainer.train()
     model.save_pretrained(arguments.output)
-    # The package has the weights in f16, which halves the file.
+    # The library ships these weights in f16, which halves the file.
     weights = arguments.output / "model.safetensors"
     tc.save_file({name: w.to("f16") for name, w in tc.load_file(weights).items()}, weights)
     print(f"trained on {len(seen)} images: {arguments.output}")

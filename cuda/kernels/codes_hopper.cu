@@ -1,10 +1,15 @@
-// Products of 8-bit codes on compute capability 9.0 (for sm_90a alone), scaled: see include/codes/hopper.cuh.
+// Scaled products of 8-bit codes, out = x wᵀ, on compute capability 9.0 (code for sm_90a alone). include/codes/hopper.cuh has the code.
+//
+// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j]
 //
 // product_of_codes_int8_{n80,n128,n160,n256}_{f16,bf16}, product_of_codes_e4m3_n80_{f16,bf16}: out (rows, stride) from x (rows, inner) and
-// the parts of w (Σ rows, inner), whose rows are the columns of out that begin at their `start`. A block computes tiles of 128 rows by 80,
-// 128, 160 or 256 columns. A part without scales has scales of one. The bias may be null, and so may the residual, which has the layout of
-// out. Row lengths are multiples of 16 elements, addresses of 16 bytes.
-// Sums of e4m3 codes need three registers each, which allow at most 128 columns; with 128 columns such a kernel was slower than cuBLASLt.
+// w (rows of all parts, inner). w consists of `count` parts, one below the other. The rows of a part give the columns of out from the
+// part's `start` on. `maps` are the tensor maps of x and of the parts. A block computes tiles of 128 rows by 80, 128, 160 or 256 columns. A
+// part without scales has scales of one. The bias may be null, and so may the residual, which has the layout of out. Row lengths are
+// multiples of 16 elements, addresses of 16 bytes.
+// For e4m3 codes there are only 80 columns: these kernels need three registers for each sum, which allow at most 128 columns, and with 128
+// columns they were slower than cuBLASLt.
+// `sum` is the type of the sums, and `stages` the number of stages (tiles of x and w in shared memory).
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: CodesProduct::STAGE_BYTES + 16 bytes for each
 // stage, and 16 bytes for each column.
 #include "../include/codes/hopper.cuh"

@@ -29,7 +29,8 @@
 
 // y[p, o] = bias[o] + sum over (a, b, c) of x[window of p at (a, b), c] * weight[o, a, b, c]; `bias` may be null. Here and below, p is a
 // pixel of y, and its window at (a, b) is the pixel of the (padded) input that kernel tap (a, b) multiplies to compute p.
-// A tile has M pixels and N channels of the result.
+// A tile has M pixels and N channels of the result. WARPS_M * WARPS_N warps compute it, in steps of 64 summed values. A step's operands lie
+// in one of STAGES buffers of shared memory. A copy moves VEC values. BLOCKS is the number of blocks that should fit on a multiprocessor.
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
 // partials: (splits, pixels of y, out_channels). `bias` is not added to it, but `sums_bias` (f32) is added to each slice. `sums_bias` is
@@ -49,7 +50,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_x[q, c] = sum over o, and over all (p, a, b) such that q is the window of p at (a, b), of grad_y[p, o] * weight[o, a, b, c]. The
 // input's pixels are grouped by phase (their coordinates modulo the stride), because pixels of one phase use the same kernel taps.
-// The grid's y is the phase.
+// The grid's y is the phase. The parameters of the macro are those of DEFINE_FORWARD.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
 // Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,
@@ -70,7 +71,8 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 // grad_weight[o, a, b, c] = sum over the pixels p of grad_y[p, o] * x[window of p at (a, b), c].
 // For f16 and bf16 with groups = 1 and a convolution kernel of at most 16 x 16: `m16` for at most 16 output channels (adapters), `m64`
 // for at most 64, `m128` for more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input
-// channels in multiples of 4.
+// channels in multiples of 4. A copy moves LEFT_VEC values of grad_y, which are neighbouring output channels, or RIGHT_VEC values of x,
+// which are neighbouring input channels. The other parameters of the macro are those of DEFINE_FORWARD.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
 // sums over 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each of the functions.
@@ -89,13 +91,14 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 2, 2, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
 // Adds the slices of `partials`, f32 (f64 for f64). For `count` elements in rows of `columns`,
-// y[i] = round(round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend), where round rounds to T, and `addend` is
-// the element that `ConvAddend` gives for row i / columns and column i mod columns. With ACCUMULATE, the inner sum includes the old
-// y[i]. `bias` and `addend.rows` may be null, and then add nothing.
+// y[i] = round(round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend). Here round rounds to T, and the addend of
+// row r = i / columns is row r / `addend.sharing` of the matrix `addend.rows`, at column i mod columns. With ACCUMULATE,
+// the inner sum includes the old y[i]. `bias` and `addend.rows` may be null, and then add nothing.
 // Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four elements); block: at most 256.
 template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
 sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &addend, uint64_t count, uint32_t columns, uint32_t splits) {
     constexpr int GROUP = 4;
+    // Whether groups can be read and written as packs.
     const bool wide = count % GROUP == 0 && columns % GROUP == 0 && is_wide(partials) &&
                       reinterpret_cast<uintptr_t>(y) % (GROUP * sizeof(T)) == 0;
     const uint64_t groups = (count + GROUP - 1) / GROUP;
@@ -151,7 +154,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &a
 DEFINE_PAIRS(left, 2)
 DEFINE_PAIRS(right, 1)
 
-// `sum_partials` for a result of any dtype. `addend` and `sharing` are those of `ConvAddend`.
+// `sum_partials` for a result of any dtype. `addend` and `sharing` are its `addend.rows` and `addend.sharing`.
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
         TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, const TYPE *addend, uint64_t count, uint32_t columns,    \
@@ -172,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 // These kernels compute y and grad_x by the formulas above, for every size and dtype, without splits. Block: 256; no dynamic shared
 // memory.
 // Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and only the result channels of one group; z: min(groups, 65535).
-// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as for the tensor cores, z = 1.
+// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of y or of a phase of grad_x), y as for tensor cores, z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
@@ -198,7 +201,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 
 // These kernels compute partial sums of the gradient of the weight, which `conv2d_sum` must then add, even with one split. They take
 // every size and dtype. `partials` is (splits, elements of the weight), f32 (f64 for f64). Block: 256; no dynamic shared memory.
-// With values = kernel_height * kernel_width * channels / groups:
+// With values = kernel_height * kernel_width * channels / groups, the number of weights of an output channel:
 // Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits.
 // Grid of `direct`: ceil(out_channels / 32), min(values, 65535), splits.
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \

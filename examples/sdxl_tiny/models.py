@@ -12,7 +12,11 @@ TEXT_WIDTHS = (48, 80)
 POOLED_WIDTH = 64
 """The number of features of a whole caption, from the second text encoder."""
 TIME_WIDTH = 32
-"""The number of features for each of the six time ids: sizes and offsets of the crop."""
+"""The number of features for each of the six time ids.
+
+The time ids are two numbers each for the size of the original image, the offset of the crop and the
+size of the crop.
+"""
 
 
 def autoencoder() -> AutoencoderKL:
@@ -78,7 +82,7 @@ def unet() -> UNet2DConditionModel:
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         layers_per_block=1,
         transformer_layers_per_block=(1, 1, 2),
-        attention_head_dim=(3, 4, 4),
+        attention_head_dim=(3, 4, 4),  # In spite of its name, the number of heads.
         norm_num_groups=8,
         cross_attention_dim=sum(TEXT_WIDTHS),
         use_linear_projection=True,

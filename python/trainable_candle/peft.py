@@ -331,7 +331,9 @@ def _places(module: Module) -> dict[str, _Place]:
 
 
 def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
-    """Check that one entry of `target_modules` selects a layer.
+    """Check that `target`, an entry of `target_modules`, selects a layer.
+
+    `shapes` has the shape of each layer's weight, by the layer's name.
 
     Raises:
         ConfigError: The entry selects no layer. If it is the name of a module that can have no
@@ -420,6 +422,7 @@ def _read_config(path: Path) -> LoraConfig:
         raise WeightsFormatError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise WeightsFormatError(f"{path}: expected a JSON object")
+    # The values as messages of errors quote them.
     found = {name: repr(value) for name, value in values.items()}
     if values.get("peft_type") != "LORA":
         raise ConfigError(

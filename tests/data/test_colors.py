@@ -98,7 +98,8 @@ def test_white_behind_transparent_pixels_stays_white(image: Pixels) -> None:
     found = colors.apply(on_white, left_opaque)
     np.testing.assert_array_equal(found[:, :8], colors.apply(image[:, :8]))
     assert (found[:, 8:] == 255).all()
-    # At half opacity, the colour of the pixels changes, but not the white behind them.
+    # At half opacity, the colour of the pixels changes, but not the white behind them: half the
+    # brightness makes (90, 30, 10) of (180, 60, 20).
     composite = Image.alpha_composite(
         Image.new("RGBA", (4, 4), "white"), Image.new("RGBA", (4, 4), (180, 60, 20, 128))
     )
@@ -110,17 +111,19 @@ def test_white_behind_transparent_pixels_stays_white(image: Pixels) -> None:
 
 def load(*entries: Any, seed: int = 0, **settings: Any) -> Dataset:
     settings = {"resolution": 64, "bucket_step": 16, "color": ALL, **settings}
-    return load_dataset(DatasetOptions(parse_sources(entries), **settings), None, seed)
+    options = DatasetOptions(parse_sources(entries), **settings)
+    return load_dataset(options, captions=None, seed=seed)
 
 
 def test_variants_are_drawn_uniformly_for_each_seed_and_image(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
-    pictures("a", *[(64, 64)] * 40)
+    pictures("a", *[(64, 64)] * 40)  # Writes 40 images of 64x64 pixels into the folder `a`.
     data = load(tmp_path / "a", flip=True)
     views = data.views()
     # Each image has three variants of its colours, and is mirrored or not.
     assert len(views) == 40 * 3 * 2
+    # 900 batches of two views.
     drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
     assert set(drawn) == set(views)
     # Each of the 120 variants is expected 15 times. The most frequent variant must exceed 15 by

@@ -72,7 +72,7 @@ tc.distributed.close()
 # passes the weight, times a common factor, to the loss as `share`. The loss reads `share`, but does
 # not depend on it.
 TRAINER = """
-group = make_group(from_environment(), "cpu", {})
+group = make_group(from_environment(), "cpu", facts={})
 seen = []
 
 

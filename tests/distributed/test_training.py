@@ -147,6 +147,7 @@ def test_two_runs_with_stochastic_rounding_write_the_same_adapter(
     found = []
     for folder in ("first", "second"):
         output = tmp_path / folder
+        # After every step, check that the processes have the same adapter.
         more = {"gpus": 2, "device": device, "compare_every": 1}
         command = train_command(digits_base, digits_folder, output, **more)
         result = run([*command, "--stochastic-rounding"])
@@ -185,11 +186,11 @@ def test_processes_on_two_machines_train_together(
     command = train_command(digits_base, digits_folder, output, **more)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "localhost", "TRAINABLE_CANDLE_PORT": str(probe.getsockname()[1])}
+        address = {"MASTER_ADDR": "localhost", "TRAINABLE_CANDLE_PORT": str(probe.getsockname()[1])}
     launchers = [
         subprocess.Popen(
             command,
-            env={**os.environ, **place, "NNODES": "2", "NODE_RANK": str(machine)},
+            env={**os.environ, **address, "NNODES": "2", "NODE_RANK": str(machine)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -199,7 +200,7 @@ def test_processes_on_two_machines_train_together(
     outputs = [launcher.communicate(timeout=120) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert "6 steps of 8 images (4 batches of 2 on 4 devices)" in outputs[0][0]
-    # Each machine has two ranks. The first one prints to the terminal, so it has no log.
+    # Each machine has two ranks. The first of them prints to the terminal, so it has no log.
     assert sorted(path.name for path in (output / "logs").iterdir()) == ["rank-1.log", "rank-3.log"]
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
 
@@ -255,9 +256,9 @@ def test_all_processes_end_early_after_the_same_step(
     rows = [row for row in read_json_log(output / JSON_LOG) if "validation_loss" in row]
     after_steps = [row["validation_loss"] for row in rows[1:]]  # Without that of step 0.
     rises = [n for n in range(1, len(after_steps)) if after_steps[n] >= after_steps[n - 1]]
-    # The first validation without an improvement ends the run.
+    # The first validation without an improvement (`early_stop` is 1) ends the run.
     assert rises == [len(after_steps) - 1]
-    end = 2 * len(after_steps)
+    end = 2 * len(after_steps)  # `validate_every` is 2.
     assert end < 40
     assert f"early stop: after step {end} of 40, because 1 validation in a row" in result.stdout
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{end:06d}"]
@@ -329,6 +330,7 @@ def test_a_missing_gpu_is_reported(digits_base: Path, digits_folder: Path, tmp_p
         ({"gpus": "1,1"}, "names a GPU twice"),
         ({"gpus": "all"}, "gpus: all selects GPUs, and --device cpu uses none; give the number"),
         ({"gpus": "0,2"}, "gpus: 0,2 selects GPUs, and --device cpu uses none; give the number"),
+        # Two processes with batches of two.
         ({"gpus": 2, "effective_batch": 6}, "give a multiple of 4"),
     ],
     ids=["word", "none", "twice", "all on the CPU", "list on the CPU", "effective batch"],

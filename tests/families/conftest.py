@@ -1,4 +1,8 @@
-"""Tiny pipelines of flow models, each with a golden transformer and random text encoders."""
+"""Tiny pipelines of flow models: golden models (`tests/golden`) with random text encoders.
+
+The transformers and autoencoders are copies from there. Pipelines have no files of T5's tokenizer,
+because the library ships it.
+"""
 
 import json
 import shutil
@@ -31,7 +35,13 @@ def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any
 
 
 def write_clip(folder: Path, width: int, projection: int | None) -> None:
-    """Write a CLIP text encoder with a vocabulary of 200 tokens."""
+    """Write a CLIP text encoder with a vocabulary of 200 tokens.
+
+    Args:
+        folder: the new folder.
+        width: the number of features of a token.
+        projection: the number of features of the whole text; None: there is no projection.
+    """
     config = {
         "architectures": ["CLIPTextModelWithProjection" if projection else "CLIPTextModel"],
         "vocab_size": 200, "hidden_size": width, "intermediate_size": 2 * width,
@@ -76,6 +86,7 @@ def write_qwen25_vl(folder: Path) -> None:
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5,
         "num_key_value_heads": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
+        # The sections add up to half of a head's width, which is 40 / 5.
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2],
         },
@@ -113,7 +124,8 @@ def write_pipeline(
         family: the golden model whose transformer is copied.
         class_name: the class of the pipeline in diffusers.
         scheduler: settings of the scheduler.
-        latents: settings of the autoencoder that scale and shift the latents.
+        latents: settings of the autoencoder that scale and shift the latents; none if the golden
+            autoencoder already has them.
         autoencoder: the golden model whose autoencoder is copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,10 +148,11 @@ def sd3_base(
     folder = tmp_path_factory.mktemp("sd3 model") / "base"
     latents = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
     write_pipeline(folder, "sd3", "StableDiffusion3Pipeline", {"shift": 3.0}, latents)
+    # The second argument is the padding token.
     write_tokenizer(folder / "tokenizer", "<|endoftext|>")
     write_tokenizer(folder / "tokenizer_2", "!")
     for name in ("text_encoder", "text_encoder_2"):
-        write_clip(folder / name, 16, 12)
+        write_clip(folder / name, width=16, projection=12)
     write_t5(folder / "text_encoder_3")
     return folder
 
@@ -158,8 +171,8 @@ def flux_base(
     """Write a tiny pipeline of Flux; return its folder."""
     folder = tmp_path_factory.mktemp("flux model") / "base"
     write_pipeline(folder, "flux", "FluxPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
-    write_tokenizer(folder / "tokenizer", "<|endoftext|>")
-    write_clip(folder / "text_encoder", 24, None)
+    write_tokenizer(folder / "tokenizer", "<|endoftext|>")  # The padding token.
+    write_clip(folder / "text_encoder", width=24, projection=None)
     write_t5(folder / "text_encoder_2")
     return folder
 
@@ -205,7 +218,9 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a tiny pipeline of FLUX.2-klein; return its folder."""
     folder = tmp_path_factory.mktemp("flux2 model") / "klein-base"
     scheduler = {"use_dynamic_shifting": True, "shift": 3.0}
-    write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
+    write_pipeline(
+        folder, "flux2", "Flux2KleinPipeline", scheduler, latents={}, autoencoder="flux2"
+    )
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
     # FLUX.2 reads the hidden states after the blocks 9, 18 and 27, each 16 wide: 48 features.
@@ -220,7 +235,9 @@ def qwen_image_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scheduler = SCHEDULER_OF_FLUX | {
         "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02,
     }  # fmt: skip
-    write_pipeline(folder, "qwen-image", "QwenImagePipeline", scheduler, {}, "qwen-image")
+    write_pipeline(
+        folder, "qwen-image", "QwenImagePipeline", scheduler, latents={}, autoencoder="qwen-image"
+    )
     write_chat_tokenizer(folder / "tokenizer")
     write_qwen25_vl(folder / "text_encoder")
     return folder

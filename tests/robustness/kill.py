@@ -32,6 +32,7 @@ FLAGS = {
     "model": "digits", "rank": 4, "steps": 12, "batch-size": 4, "save-every": 2, "ema-decay": 0.9,
     "validation-split": 0.2, "validate-every": 3, "keep-checkpoints": 2, "threads": 1,
 }  # fmt: skip
+# Names of the events that Python's audit hooks get.
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 ADAPTER = "adapter.safetensors"
 

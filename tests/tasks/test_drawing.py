@@ -16,6 +16,7 @@ def test_sizes_are_read_from_text(text: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     "text",
+    # "\u0664" is the Arabic digit four. A side has at most five digits.
     ["", "x", "0", "64x", "x64", "64x0", "0x0", "00x64", "\u0664", "-64", "64*64", "1e3", "640000"],
 )
 def test_texts_that_are_no_size_are_rejected(text: str) -> None:
@@ -23,6 +24,7 @@ def test_texts_that_are_no_size_are_rejected(text: str) -> None:
         parse_size(text)
 
 
+# Python rounds 2.5 to 2.
 @pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (0.5, 5), (0.999, 9)])
 def test_a_share_of_ten_examples_is_held_out_but_never_none_or_all(
     share: float, count: int

@@ -32,6 +32,7 @@ def test_a_generator_nested_in_itself_continues() -> None:
     tc.manual_seed(9)
     one, other = tc.Generator().manual_seed(3), tc.Generator().manual_seed(4)
     found = []
+    # In its `with` block, a generator takes the place of the global one.
     with one:
         found += tc.randn(4).tolist()
         found += tc.randn(4, generator=one).tolist()

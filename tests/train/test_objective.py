@@ -151,6 +151,7 @@ def test_multiresolution_noise_follows_kohyas_formula_in_training_only(
         )
         for example, sample in enumerate(samples):
             fine = plain[example]
+            # `drawn` calls the function with the random numbers of this sample's own stream.
             expected = drawn(seed, "pyramid", sample, lambda fine=fine: pyramid(fine))
             np.testing.assert_allclose(found[example], expected, atol=3e-6)
     np.testing.assert_array_equal(noise(multires_noise_iterations=0), noise())

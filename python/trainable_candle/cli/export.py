@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     model = given.get("model", "causal-lm")
     adapter_path = existing_adapter("adapter", Path(given["adapter"]).expanduser())
-    task = families.load(model, given.get("weights"), None, "cpu")
+    task = families.load(model, given.get("weights"), dtype=None, device="cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(
             f"--model {model} draws images, and export is for language models; for adapters of "
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         # Compute this loss before any file is written, because `loss_on` checks the data set.
         base_loss = task.loss_on(given["dataset"]) if "dataset" in given else None
         output.mkdir(parents=True, exist_ok=True)
-        merged = output
+        merged = output  # The folder or, with --gguf, the file of the merged model.
         if "gguf" in given:
             merged = output / "model.gguf"
             export.write_model(family.weights, adapter, merged, given["gguf"])
@@ -78,9 +78,10 @@ def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str, base_los
     """
     from trainable_candle import families  # noqa: PLC0415 - after the flags are parsed
 
-    task.load_adapter(adapter, 1.0)
+    task.load_adapter(adapter, scale=1.0)
     adapted_loss = task.loss_on(dataset)
-    merged_loss = families.load(task.family.name, merged, None, "cpu").loss_on(dataset)
+    merged_task = families.load(task.family.name, merged, dtype=None, device="cpu")
+    merged_loss = merged_task.loss_on(dataset)
     print(
         f"loss: base {base_loss:.4f}, with the adapter {adapted_loss:.4f}, merged {merged_loss:.4f}"
     )

@@ -1,4 +1,6 @@
-"""Entries of a cache: safetensors files with a checksum, so that damage is detected.
+"""Files of the cache of encoded images and captions.
+
+An entry of the cache is a safetensors file with a checksum, so that damage is detected.
 
 The facts of a file are texts by name, in the part `__metadata__` of its header.
 """

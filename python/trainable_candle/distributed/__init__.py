@@ -48,7 +48,8 @@ _group: Group = Alone()
 def init(device: str = "auto") -> str:
     """Join the processes that a launcher has started together with this one.
 
-    Without a launcher, this process is the only one. A group that it has joined before is closed.
+    Without a launcher, this process is the only one. If this process has
+    joined a group before, that group is closed.
 
     ```python
     device = tc.distributed.init("cpu")
@@ -71,9 +72,12 @@ def init(device: str = "auto") -> str:
     """
     global _group  # noqa: PLW0603
     world = from_environment()
-    chosen = device_of(world, choose(device, AUTO).device if world is None else device)
+    if world is None:
+        device = choose(device, precision=AUTO).device
+    chosen = device_of(world, device)
     close()
-    _group = make_group(world, chosen, {})
+    # A loop of the user's own has no settings that must be equal in all processes.
+    _group = make_group(world, chosen, facts={})
     return chosen
 
 
@@ -201,6 +205,7 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     # `sum_gradients` also sums further numbers of each process; here, there are none to sum.
     unused = tc.zeros((1,), dtype="f64", device=device)
     _group.sum_gradients(named, unused)
+    # The summed gradients, in one or more flat vectors.
     vectors = _core.gradient_vectors(named)
     _core.set_gradient_vectors(named, [vector * (1.0 / _group.size) for vector in vectors])
 

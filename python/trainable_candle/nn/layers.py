@@ -121,15 +121,17 @@ class Conv2d(Module):
             padding = self._padding(padding, (height, width))
         self.padding = _pair("Conv2d", "padding", padding, 0)
         self.groups = whole("Conv2d", "groups", groups)
-        inputs, remainder = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
+        inputs_per_group, remainder = divmod(
+            whole("Conv2d", "in_channels", in_channels), self.groups
+        )
         if remainder or whole("Conv2d", "out_channels", out_channels) % self.groups:
             raise ArgumentError(
                 f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
                 f"and of out_channels, {out_channels}"
             )
-        fan_in = inputs * height * width
+        fan_in = inputs_per_group * height * width
         weight, initial_bias = init_linear(fan_in, out_channels, bias, dtype, device)
-        shape = (out_channels, inputs, height, width)
+        shape = (out_channels, inputs_per_group, height, width)
         self.weight: Tensor = Var(weight.detach().reshape(shape))
         self.bias: Tensor | None = initial_bias
 
@@ -145,7 +147,10 @@ class Conv2d(Module):
             return 0, 0
         if self.stride != (1, 1):
             raise ArgumentError(f'Conv2d: padding is "same", expected stride 1, not {self.stride}')
-        needed = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
+        # The zeros of both sides together, in height and in width.
+        needed = [
+            dilation * (size - 1) for dilation, size in zip(self.dilation, kernel, strict=True)
+        ]
         if any(count % 2 for count in needed):
             raise ArgumentError(
                 f'Conv2d: padding "same" needs {needed} zeros in height and width for kernel_size '
@@ -164,11 +169,11 @@ class Conv2d(Module):
         )
 
     def _facts(self) -> str:
-        outputs, inputs, *kernel = self.weight.shape
+        outputs, inputs_per_group, *kernel = self.weight.shape
         return (
-            f"{inputs * self.groups}, {outputs}, kernel_size={tuple(kernel)}, stride={self.stride},"
-            f" padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
-            f"bias={self.bias is not None}"
+            f"{inputs_per_group * self.groups}, {outputs}, kernel_size={tuple(kernel)}, "
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={self.bias is not None}"
         )
 
 

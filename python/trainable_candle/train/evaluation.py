@@ -67,10 +67,11 @@ class Validation(Callback):
             first and the last step), or a function that selects the steps.
         evaluated: makes the context to measure in.
         adapter: takes a file's path and the step, returns a snapshot of the adapter for that file.
-        facts: takes a loss, returns the values to log by name; called in the context of
-            `evaluated`.
+        facts: takes a loss, returns the values to log by name; called in the context that
+            `evaluated` makes.
         stem: the beginning of the name of the best adapter's file.
-        report: gets a line at each measurement for which `facts` returns a single value.
+        report: gets a line at each measurement for which `facts` returns a single value. A function
+            that returns several values reports them itself.
         patience: the run ends after this many measurements in a row that are not better than the
             best one; None: it never ends early. All processes measure the same loss, and so end
             after the same step.

@@ -27,6 +27,7 @@ CASES = {
 def main() -> None:
     torch.manual_seed(20261121)
     found = {}
+    # Dimensions: batch, tokens, features.
     x, target = torch.randn(2, 6, 9), torch.randn(2, 6, 5)
     base = nn.ModuleDict({"first": nn.Linear(9, 11), "second": nn.Linear(11, 5)})
     found |= {"x": x, "target": target}
@@ -39,6 +40,7 @@ def main() -> None:
         for name, parameter in model.named_parameters():
             if "lora_" not in name:
                 continue
+            # peft's initial adapters have no effect, so replace their values.
             with torch.no_grad():
                 if "magnitude" in name:
                     parameter.mul_(1 + 0.2 * torch.randn_like(parameter))

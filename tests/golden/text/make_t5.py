@@ -51,6 +51,7 @@ TEXTS = [
 def noise(count):
     """Yield texts of random characters."""
     rng = random.Random(20261122)
+    # A character comes from ASCII twice as often as from each other range.
     ranges = [(32, 127), (32, 127), (0, 384), (0x370, 0x530), (0x3040, 0x30FF), (0x2000, 0x2070)]
     ranges += [(0xFF00, 0xFFF0), (0x1F300, 0x1F700), (0xAC00, 0xAD00), (0x300, 0x370)]
     for _ in range(count):

@@ -96,7 +96,8 @@ impl GgufFile {
                 Ok(Tensor::from_raw(&if dtype == stored { read } else { cast(&read, dtype)? }))
             }
             Kind::Blocks(format) => {
-                // The matrix has a row for each block, because the tensor's own rows need not be whole blocks.
+                // The matrix has a row for each block, because the tensor's own rows need not be whole blocks. A block
+                // has `columns` values.
                 let columns = format.block();
                 let rows = info.bytes / format.block_bytes();
                 let blocks = self.read_stored(info, &[rows, format.block_bytes()], DType::U8)?;
@@ -130,6 +131,7 @@ impl GgufFile {
     /// Read the bytes of a tensor with several threads. The result interprets them as elements of `dtype` in the shape
     /// `dims`.
     fn read_stored(&self, info: &Info, dims: &[usize], dtype: DType) -> Result<Raw> {
+        // `at` is the offset of `part` in the tensor, in bytes.
         filled_in_parts(dims, dtype, PART, |at, part| {
             self.file.read_exact_at(part, info.start + at as u64).map_err(|error| Error::io(&self.path, error))
         })

@@ -1,5 +1,5 @@
-//! The names of the UNet's parameters in files: diffusers' names, which are also the model's own, and the names in
-//! original checkpoints.
+//! The names of the parameters of SDXL's UNet in files: diffusers' names, which are also the model's own, and the names
+//! in original checkpoints (Stability AI's).
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -38,8 +38,8 @@ impl Layout for OriginalUNet {
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
     // The entries of a level in `input_blocks`: one for each residual block, then one for the downsampling.
-    // `output_blocks` has as many entries of a level: one for each residual block, of which the up block has one more.
-    // The last of these entries also has the upsampling.
+    // `output_blocks` has as many entries of a level: one for each residual block, because an up block has one residual
+    // block more than a down block. The last of these entries also has the upsampling.
     let entries_per_level = config.layers_per_block + 1;
     match block {
         "time_embedding" => Some(format!("time_embed.{}", mlp(rest)?)),
@@ -80,8 +80,8 @@ pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
                 "upsamplers" => {
                     // In an entry, the upsampling follows the residual block (0) and, if there is one, the attention
                     // (1).
-                    let place = 1 + usize::from(*config.up_attention.get(up_block)?);
-                    Some(format!("output_blocks.{}.{place}.{rest}", first + entries_per_level - 1))
+                    let index = 1 + usize::from(*config.up_attention.get(up_block)?);
+                    Some(format!("output_blocks.{}.{index}.{rest}", first + entries_per_level - 1))
                 }
                 _ => None,
             }
@@ -197,6 +197,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
         layers_per_block: layers[0],
         down_attention: depths.iter().map(|&depth| depth > 0).collect(),
         up_attention: (0..levels).map(|i| depth(&format!("output_blocks.{}", i * entries_per_level)) > 0).collect(),
+        // A level without attention has depth 0 in the file, but the configuration has at least 1 for each level.
         transformer_layers_per_block: depths.iter().map(|&depth| depth.max(1)).collect(),
         num_attention_heads: channels.iter().map(|&width| (width / PUBLISHED_HEAD_DIM).max(1)).collect(),
         cross_attention_dim: vec![size(&format!("{attention}.transformer_blocks.0.attn2.to_k.weight"), 1)?; levels],

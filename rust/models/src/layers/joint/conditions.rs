@@ -1,4 +1,5 @@
-//! Computes the condition of all blocks from the time, the pooled text embedding and the guidance scale. Follows
+//! Computes the condition that all blocks of a joint transformer (such as those of SD3 and Flux) read, from the time,
+//! the pooled text embedding and the guidance scale. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/embeddings.py>,
 //! `CombinedTimestepTextProjEmbeddings` and `CombinedTimestepGuidanceTextProjEmbeddings`.
 
@@ -40,6 +41,7 @@ impl TimeTextEmbedding {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(sizes: ConditionSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        // Two linear layers, from `width` over `dim` to `dim` features.
         let mut embedding = |name, width| {
             TimestepEmbedding::named(LINEAR, [width, sizes.dim, sizes.dim], sizes.bias, &mut weights.pp(name))
         };

@@ -184,7 +184,8 @@ fn sum_parts(
     unsafe { function.launch(op, gpu, shape, arguments) }
 }
 
-/// Dense operands of `dtype`, and a bias in the dtype of the result. The bias is null if there is none.
+/// Dense operands of `dtype`: the image `from` and the weight. The bias has the dtype of the result, and is null if
+/// there is none.
 #[derive(Clone, Copy)]
 struct Operands {
     dtype: DType,
@@ -407,7 +408,8 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         return Ok(dx);
     };
     let tiles = count_tiles(tile.rows, tile.columns);
-    // The number of terms of the sums of all phases together; a phase has about its share of them.
+    // The number of terms of the sums of all phases together. A phase has about an equal share of them, because each
+    // kernel tap belongs to one phase.
     let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
     let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
@@ -448,6 +450,7 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
             17..=64 => (&CONV2D_GRAD_WEIGHT_M64, 64),
             _ => (&CONV2D_GRAD_WEIGHT_M128, 128),
         };
+        // Tiles have `rows` output channels and 128 columns.
         let tiles = out.div_ceil(rows) * window.div_ceil(128);
         let splits = splits(tiles, pixels);
         let partials =
@@ -466,6 +469,7 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
     }
     let [_, out_per_group] = sizes.group_channels();
     let groups = sizes.groups.min(MAX_GRID_YZ);
+    // `cuda/kernels/conv.cu` says which grids the kernels need.
     let (kernel, grid) = if sizes.is_direct() {
         (&CONV2D_GRAD_WEIGHT_DIRECT, [out.div_ceil(32) as u32, (window as u32).min(MAX_GRID_YZ)])
     } else {
