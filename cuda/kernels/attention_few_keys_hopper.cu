@@ -3,7 +3,8 @@
 // at least one query and one key; no mask. It cannot be causal. Tensors, strides and log_sums are as in attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work. There are items = batch * heads items, one for each head, of
-// steps = ceil(queries / 128) steps each; whole = 0; `blocks` is the number of multiprocessors. items * steps * blocks must be below 2^32.
+// steps = ceil(queries / 128) steps each. whole = 0: blocks may share any item. `blocks` is the number of multiprocessors.
+// items * steps * blocks must be below 2^32.
 //
 // `maps` have the format that attention_hopper.cu describes; include/attention/hopper/few_keys.cuh has the sizes of their boxes.
 #include "../include/attention/hopper/few_keys_backward.cuh"
@@ -39,7 +40,8 @@
     }
 
 // attention_few_keys_finish_{f16,bf16}: dk and dv, unless their pointers are null. Each is the sum of its parts.
-// Grid (5 * items, 2), 256 threads. No dynamic shared memory.
+// Grid (5 * items, 2), 256 threads: 5 * 256 threads sum the 80 * 64 values of an item, four each, and the second dimension selects dk or
+// dv. No dynamic shared memory.
 #define FINISH(dtype, type)                                                                                                        \
     ENTRY(256)                                                                                                                     \
     attention_few_keys_finish_##dtype(const float *parts, type *dk, type *dv, BY_VALUE Strides dk_strides,                         \

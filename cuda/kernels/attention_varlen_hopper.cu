@@ -2,20 +2,26 @@
 // and spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples
 // of 16 bytes, and a scale above 0.
 //
-// `maps` are as in attention_hopper.cu, with a batch of 1; each map has the number of heads of its tensor. `Queue`
-// (include/attention/hopper/queue.cuh) divides the work of the forward pass. In the backward pass, a tile has M = 128 (w64) or 64 (w128)
-// queries, and `blocks` is the number of multiprocessors. An item is a tile of 128 keys of one head of keys. `Shares`
-// (include/attention/hopper/shares.cuh) divides the items' steps by means of `plan`, which has ceil(rows / 128) + 1 + blocks numbers.
-// heads * ceil(rows / M) * ceil(rows / 128) must be below 2^31.
+// The packed row has rows = shape.queries positions, each with a query and a key, and heads = shape.heads heads of queries. `group` is the
+// number of heads of queries that share a head of keys. `maps` are as in attention_hopper.cu, with a batch of 1; each map has the number of
+// heads of its tensor. `Queue` (include/attention/hopper/queue.cuh) divides the work of the forward pass.
+//
+// In the backward pass, a tile has M = 128 (w64) or 64 (w128) queries, and `blocks` is the number of multiprocessors. An item is a tile of
+// 128 keys of one head of keys. Its steps are the tiles of queries that see some of these keys, of all heads that share them. `Shares`
+// (include/attention/hopper/shares.cuh) divides the steps of all items among the blocks by means of `plan`, which has
+// ceil(rows / 128) + 1 + blocks numbers. If several blocks take steps of an item, the item is split, and each of these blocks computes a
+// part of its dk and dv. heads * ceil(rows / M) * ceil(rows / 128) must be below 2^31.
 #include "../include/attention/hopper/finish.cuh"
 #include "../include/attention/hopper/shares.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+// Makes `shares` from the parameters of a kernel.
 #define SHARES(m) const Shares<m> shares(Spans{spans, shape.queries, group}, plan, shape.heads / group, blocks)
 
-// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. *taken must be zero before the launch, and is
-// zero after it.
+// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. *taken is the number of tiles
+// that blocks have taken from the queue. It must be zero before the launch, and is zero after it. `groups` warpgroups multiply, for 64
+// queries each.
 // Grid (at most ceil(rows / R) * heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory:
 // w64 139392 bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
@@ -30,7 +36,8 @@
     }
 
 // attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: prepares the backward pass. Writes plan; statistics (heads, ceil(rows / M), 2,
-// M) and turns (heads, ceil(rows / M)) are as in attention_hopper_statistics_*.
+// M) and turns (heads, ceil(rows / M)) are as in attention_hopper_statistics_*: turns become zero, and are the counters by
+// which blocks take turns to add to a tile of dq.
 // Grid (1 + heads * ceil(rows / M)), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \

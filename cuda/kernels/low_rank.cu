@@ -27,7 +27,8 @@ template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 // would make the compiler spill others: for rank 32, and from compute capability 12.0 on in the backward pass of rank 16.
 template <int TILES, bool is_backward> constexpr bool LOADS_DST_EARLY = TILES == 1 ? ARCHITECTURE < 1200 || !is_backward : TILES != 2;
 
-// The sizes of each of the `terms` terms. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
+// The sizes of each of the `terms` terms: input is (rows, inner), hidden (rows, rank) and dst (rows, outer). `*_row` is the distance in
+// elements between the starts of two neighbouring rows of a matrix.
 struct LowRankSizes {
     uint32_t rows, inner, outer, terms;
     uint32_t input_row, hidden_row, dst_row, down_row, up_row;
@@ -87,6 +88,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
         const uint32_t row = first_row + g + 8 * half;
         rows[half] = input + static_cast<uint64_t>(row < last ? row : last) * sizes.input_row + 8 * t;
     }
+    // The indices are [tile of ranks][rank % 2][element of the thread's fragment].
     float sums[TILES][2][4] = {};
     for (uint32_t begin = warp * STEP; begin < sizes.inner; begin += CHUNKS<TILES> * WARPS<TILES> * STEP) {
         uint4 x[CHUNKS<TILES>][2] = {};
@@ -103,6 +105,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
         }
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS<TILES>; chunk++) {
+            // The left operands of the two products that sum over the 32 features.
             const uint4 upper = x[chunk][0], lower = x[chunk][1];
             const uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
@@ -121,6 +124,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const auto &s = sums[tile];
+            // The sums of row g + 8 · half for the ranks 4t to 4t + 3 of the tile.
             const float4 ranks = make_float4(s[0][2 * half], s[1][2 * half], s[0][2 * half + 1], s[1][2 * half + 1]);
             *reinterpret_cast<float4 *>(part + (g + 8 * half) * COUNT + tile * RANKS + 4 * t) = ranks;
         }

@@ -10,8 +10,9 @@
 // graph that captured a step can be replayed.
 #include "optim.cuh"
 
-// The functions *_coefficients compute the coefficients of one step from a group's settings, one function for each <optimizer>_prepare. A
-// field that the optimizer does not need has a value without effect. `prepare` sets `gain` and `skip`.
+// The functions *_coefficients compute the coefficients of one step (its number is `step`, from 1) from `at`, the settings of a group of
+// parameters. There is one function for each <optimizer>_prepare. A field that the optimizer does not need has a value without effect.
+// `prepare` sets `gain` and `skip`.
 
 static __device__ Coefficients adam_moments(const Settings &at, double step) {
     const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
@@ -134,8 +135,9 @@ template <typename S> struct StateQuad {
     }
 };
 
-// Each optimizer is a structure with pointers to its states, of type S. Its operator () updates four neighbouring elements: p are their
-// parameters, g their gradients (which it may overwrite), and `index` is the index of the first of the elements in the states.
+// Each optimizer is a structure with pointers to its states, of type S. Its operator () updates four neighbouring elements: `at` has the
+// coefficients of the step, p are the elements' parameters, g their gradients (which it may overwrite), and `index` is the index of the
+// first of the elements in the states.
 
 // As torch.optim.Adam (weight decay in `l2`) and AdamW (weight decay in `decay`); with AMSGrad unless `largest` is null.
 template <typename S> struct AdamRule {

@@ -1,4 +1,9 @@
-"""Gradient checkpoints that keep their inputs in host memory until the backward pass."""
+"""Gradient checkpoints that keep their inputs in host memory until the backward pass.
+
+`cuda.run` runs code on the simulated device and returns the log of the driver's calls.
+`run.after(name)` is the part of the log from `mark(name)` to the next mark. Calls of the kind
+"refused" are those that the driver rejected, and `waits` are those for which the host waits.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -92,6 +97,7 @@ def test_a_graph_has_the_copies_and_keeps_its_pinned_buffers(cuda: Any) -> None:
     )
     assert run.of("refused") == []
     assert all(end["valid"] == "1" for end in run.of("capture-end"))
+    # The last of the calls replays the graph.
     replay = run.after("call-3").of("replay")
     assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
     # An eager step does not use the pinned buffers of the graph. It allocates its own.
@@ -137,6 +143,7 @@ def last_step(
 
     run = tc.cuda.capture(step, [x]) if recorded else step
     peak = 0
+    # With `recorded`, the last of four steps is a replay.
     for _ in range(4 if recorded else 2):
         for weight in weights:
             weight.zero_grad()

@@ -55,9 +55,9 @@ def test_workers_read_at_the_same_time() -> None:
         def __len__(self) -> int:
             return 4
 
-        def __getitem__(self, place: int) -> int:
-            two_readers.wait()
-            return place
+        def __getitem__(self, index: int) -> int:
+            two_readers.wait()  # Raises an error if no other thread waits within ten seconds.
+            return index
 
     found = [batch.tolist() for batch in DataLoader(Meeting(), num_workers=2)]
     assert found == [[0], [1], [2], [3]]
@@ -65,8 +65,8 @@ def test_workers_read_at_the_same_time() -> None:
 
 def test_errors_of_items_reach_the_caller() -> None:
     class Broken(list[int]):
-        def __getitem__(self, place: Any) -> Any:
-            raise OSError(f"item {place}")
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError(f"item {index}")
 
     with pytest.raises(OSError, match="item 0"):
         list(DataLoader(Broken([1, 2, 3]), num_workers=2))
@@ -102,6 +102,7 @@ def test_default_collate_joins_items_and_keeps_their_containers() -> None:
 
 def test_random_parts_are_disjoint_and_have_all_items() -> None:
     parts = random_split(ROWS, [0.75, 0.25])
+    # Rounded down, the shares of ten items are 7 and 2. The first part gets the item that is left.
     assert [len(part) for part in parts] == [8, 2]
     taken = [int(part[n][0]) for part in parts for n in range(len(part))]
     assert sorted(taken) == list(range(10))
@@ -141,7 +142,7 @@ def test_one_worker_reads_an_iterable(batch_size: int | None) -> None:
     threads.clear()
     found = list(DataLoader(items(), batch_size, num_workers=3))
     assert [np.asarray(x).tolist() for x in found] == [np.asarray(x).tolist() for x in expected]
-    assert threads == {"loader_0"}
+    assert threads == {"loader_0"}  # The first worker.
 
 
 def test_errors_of_iterables_reach_the_caller() -> None:

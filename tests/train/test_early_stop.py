@@ -135,7 +135,11 @@ def test_losses_without_improvement_are_counted_as_defined(patience: int | None)
     results = iter([9.0, *losses])
     trainer: Any = SimpleNamespace(step=0, steps=len(losses), output=None, report=lambda _: None)
     validation = Validation(
-        lambda: next(results), 1, nullcontext, adapter=Mock(), patience=patience
+        loss=lambda: next(results),
+        every=1,
+        evaluated=nullcontext,
+        adapter=Mock(),
+        patience=patience,
     )
     validation.on_train_begin(trainer)
     while trainer.step < trainer.steps:

@@ -1,7 +1,7 @@
 // Attention without tensor cores, for the calls that the tensor-core kernels do not support (attention.cu lists what they support).
 // Arithmetic is in f32, or in f64 for f64. Scores are computed tile by tile, for `PLAIN_TILE` queries and as many keys. A block computes
 // `PLAIN_COLUMNS` columns of a tile of rows of the result or of a gradient. If there are more columns, several blocks compute the same
-// scores.
+// scores. `VisibleKeys` tells which keys a query sees, and how many heads of queries share a head of keys (group).
 #pragma once
 
 #include "shape.cuh"

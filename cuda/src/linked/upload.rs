@@ -94,6 +94,7 @@ fn ring(stream: Stream) -> &'static Mutex<Ring> {
 impl Ring {
     /// Make the next piece the current one, and wait until the GPU no longer reads it.
     fn advance(&mut self) -> Result<(), Status> {
+        // The piece that was current so far may be reused when the copies that are now queued are done.
         if let Some(piece) = self.pieces.get_mut(self.current) {
             piece.queued(self.stream as Stream)?;
             self.current = (self.current + 1) % PIECES;
@@ -186,6 +187,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
                 *has_rejected = true;
                 return Some(driver::CAPTURE_UNSUPPORTED);
             }
+            // Memory of eager work, because temporaries of any graph may overwrite the memory of captures.
             let address = match memory::allocate_from(Some(Origin::Eager), size, stream) {
                 Ok(address) => address,
                 Err(status) => return Some(status.0),

@@ -25,8 +25,9 @@ _ONLY_PEFT: Final = "peft loads it, and this library does not"
 def run(arguments: Sequence[str], program: str) -> int:
     """Print the report; returns the exit status.
 
-    It is 0 if ComfyUI (for language models: peft) applies all modules, else `BAD`. It is also 0 for
-    an adapter in llama.cpp's, mlx-lm's or Ollama's form, which is only compared with the model.
+    The status is 0 if ComfyUI (for language models: peft) applies all modules, else `BAD`. It is
+    also 0 for an adapter in llama.cpp's, mlx-lm's or Ollama's form, which is only compared with the
+    model.
     """
     parser = make_parser(program)
     given = parser.parse(arguments)
@@ -59,9 +60,9 @@ def run(arguments: Sequence[str], program: str) -> int:
             f"note: compared with the published `{model}`; for a model of other sizes, give "
             "--weights"
         )
-    outside = verify_texts.outside(path, report) if is_text else set()
+    only_peft = verify_texts.outside(path, report) if is_text else set()
     # The remarks are about tools for image models.
-    shown = lines(path, report, every="all" in given, outside=outside, remarks=not is_text)
+    shown = lines(path, report, every="all" in given, only_peft=only_peft, remarks=not is_text)
     print("\n".join(shown))
     if is_text:
         print("\n".join(verify_texts.reader_lines(path, model, weights)))
@@ -73,7 +74,7 @@ def lines(
     report: AdapterReport,
     *,
     every: bool,
-    outside: Collection[str] = (),
+    only_peft: Collection[str] = (),
     remarks: bool = True,
 ) -> list[str]:
     """Return the lines of a report.
@@ -82,7 +83,7 @@ def lines(
         path: the file or folder of the adapter.
         report: the result of `verify_adapter`.
         every: whether to list every module and every problem.
-        outside: modules and tensors that peft loads and this library does not.
+        only_peft: modules and tensors that peft loads and this library does not.
         remarks: whether to list the report's remarks.
     """
     modules = report.modules
@@ -95,15 +96,16 @@ def lines(
         f"  {count} x {kind}, rank {rank}, scale {scale}"
         for (kind, rank, scale), count in kinds.most_common(_SHOWN)
     ]
-    text += [f"  {_applied(tool, modules, outside)}" for tool in report.tools]
+    text += [f"  {_applied(tool, modules, only_peft)}" for tool in report.tools]
     main_tool = report.tools[0] if report.tools else "this library"
     wrong = [
         f"  {m.module}: {fault}"
         for m in modules
-        if (fault := _ONLY_PEFT if m.module in outside else _fault(m, main_tool))
+        if (fault := _ONLY_PEFT if m.module in only_peft else _fault(m, main_tool))
     ]
     wrong += [
-        f"  {key}: {_ONLY_PEFT if key in outside else 'this tensor is no parameter of an adapter'}"
+        f"  {key}: "
+        f"{_ONLY_PEFT if key in only_peft else 'this tensor is no parameter of an adapter'}"
         for key in report.others
     ]
     if wrong:
@@ -124,13 +126,13 @@ def lines(
     return text
 
 
-def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[str]) -> str:
+def _applied(tool: str, modules: Sequence[AdapterModule], only_peft: Collection[str]) -> str:
     """Return how many adapters a tool applies as trained, in part and not at all, with reasons."""
-    # The modules in `outside` match no layer of the report, but peft applies them.
+    # The modules in `only_peft` match no layer of the report, but peft applies them.
     if tool != "peft":
-        outside = ()
+        only_peft = ()
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
-    missing = sum(m.layer is None and m.module not in outside for m in modules)
+    missing = sum(m.layer is None and m.module not in only_peft for m in modules)
     if missing:
         ignored["the model has no such layer"] = missing
     misfits = sum(_does_not_fit(m) and tool not in m.ignored_by for m in modules)

@@ -48,8 +48,8 @@ _group: Group = Alone()
 def init(device: str = "auto") -> str:
     """Join the processes that a launcher has started together with this one.
 
-    Without a launcher, this process is the only one. If this process has
-    joined a group before, that group is closed.
+    Without a launcher, this process is the only one. If this process has joined a group before,
+    that group is closed.
 
     ```python
     device = tc.distributed.init("cpu")

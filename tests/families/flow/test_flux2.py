@@ -25,6 +25,7 @@ def test_padding_tokens_attend_to_words_but_not_to_padding(flux2_base: Path) -> 
     words = tc.tensor(np.array([7, 3, 9], np.int64))
     padded = tc.tensor(np.array([7, 3, 9, 4, 5], np.int64))
     alone = model.hidden_states(words.reshape(1, 3), layers=[0, 1, 3])
+    # The second argument is the number of tokens that are not padding.
     without_padding = model.padded_states(words, 3, [0, 1, 3])
     with_padding = model.padded_states(padded, 3, [0, 1, 3])
     for expected, short, long in zip(alone, without_padding, with_padding, strict=True):
@@ -42,10 +43,11 @@ def test_padding_tokens_attend_to_words_but_not_to_padding(flux2_base: Path) -> 
 
 def test_latents_are_normalized_by_the_statistics_of_their_channels(flux2_base: Path) -> None:
     coder = families.load("flux2", flux2_base, "f32", "cpu").family.coder
+    # Pixels of 4 x 4 become a position of the latents with 128 channels.
     assert (coder.channels, coder.factor) == (128, 4)
     pixels = np.random.default_rng(0).integers(0, 256, (1, 16, 24, 3), np.uint8)
     encoded = coder.encode(pixels)
-    latents = coder.latents(encoded, None)
+    latents = coder.latents(encoded, normal=None)
     assert latents.shape == (1, 128, 4, 6)
     tensors = coder.model.named_tensors()
     mean, variance = (tensors[f"bn.running_{name}"].numpy() for name in ("mean", "var"))
@@ -53,7 +55,7 @@ def test_latents_are_normalized_by_the_statistics_of_their_channels(flux2_base: 
     # column dx of each 2 x 2 patch. Channel 22 is c = 5, dy = 1, dx = 0.
     # At row 1 and column 3 of the latents, this is row 3 and column 6 of the autoencoder.
     value = encoded["mean"].numpy()[0, 5, 2 * 1 + 1, 2 * 3]
-    expected = (value - mean[22]) / np.sqrt(variance[22] + 1e-4)
+    expected = (value - mean[22]) / np.sqrt(variance[22] + 1e-4)  # `batch_norm_eps` is 1e-4.
     assert latents.numpy()[0, 22, 1, 3] == pytest.approx(expected, rel=1e-5)
     coder.drop()  # The statistics remain, although this frees the autoencoder.
     # The latents are the means of the distributions: the noise has no effect.

@@ -39,17 +39,18 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x = matrix(rows, columns).to(dtype)
             if name == "whole":
-                x[3:5] = 0
+                x[3:5] = 0  # Blocks of zeros have a scale of 0.
             packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+            # The scales in f32, one for each block of 64 elements.
             _, scales = torch.ops.bitsandbytes.quantize_4bit.default(x, 64, "nf4", torch.uint8)
             # The values of the 256 codes of scales.
             table = state.state2.code
-            blocks = (scales - state.offset).split(256)
-            outer = torch.stack([block.abs().max() for block in blocks])
+            groups = (scales - state.offset).split(256)
+            outer = torch.stack([group.abs().max() for group in groups])
             assert torch.equal(outer, state.state2.absmax)
             nearest = [
-                (block[:, None] / largest - table).abs().argmin(1)
-                for block, largest in zip(blocks, outer, strict=True)
+                (group[:, None] / largest - table).abs().argmin(1)
+                for group, largest in zip(groups, outer, strict=True)
             ]
             codes = torch.cat(nearest).to(torch.uint8)
             assert (codes.int() - state.absmax.int()).abs().max() <= 1

@@ -97,6 +97,7 @@ impl PartNames {
         let dotted = prefix.strip_suffix('.').unwrap_or_default();
         kohya
             || dotted == self.diffusers && !dotted.is_empty()
+            // A known prefix has a dot after `ComfyUI`'s name.
             || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 

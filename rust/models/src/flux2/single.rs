@@ -1,7 +1,7 @@
-//! The single-stream block. It has two fused layers, in the model as well as in files. The first layer computes the
-//! queries, keys and values of attention, and the two inputs of the feed-forward network's `SwiGLU`. The last layer
-//! projects the concatenated results of attention and of the `SwiGLU` (Dehghani et al. 2023, arXiv:2302.05442, section
-//! 2.1).
+//! The single-stream block of FLUX.2. It has two fused layers, in the model as well as in files. The first layer
+//! computes the queries, keys and values of attention, and the two inputs of the feed-forward network's `SwiGLU`. The
+//! last layer projects the concatenated results of attention and of the `SwiGLU` (Dehghani et al. 2023,
+//! arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};

@@ -68,6 +68,7 @@ impl DownBlock {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
             }
         }
+        // Zeros are added at all edges, not only at the lower and right ones.
         let asymmetric = false;
         let downsample = (level + 1 < config.block_out_channels.len())
             .then(|| Downsample::new(channels, asymmetric, &mut weights.pp("downsamplers.0")))
@@ -103,7 +104,9 @@ impl DownBlock {
     /// has `smaller` pixels, and the text has `tokens` tokens.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
-            saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
+            // All input channels are the block's own: none come from a skip.
+            let own_channels = None;
+            saved.one(&self.resnets, i, |block, saved| block.saved(area, own_channels, saved));
             if let Some(attention) = self.attentions.get(i) {
                 attention.saved(area, tokens, saved);
             }
@@ -157,7 +160,9 @@ impl MidBlock {
     /// Adds to `saved` what the tape keeps for a feature map of `area` pixels and a text of `tokens` tokens.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
-            saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
+            // All input channels are the block's own: none come from a skip.
+            let own_channels = None;
+            saved.one(&self.resnets, i, |block, saved| block.saved(area, own_channels, saved));
             if let Some(attention) = self.attentions.get(i) {
                 attention.saved(area, tokens, saved);
             }

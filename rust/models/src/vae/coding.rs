@@ -64,7 +64,7 @@ impl Coding {
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let z = self.to_channels_last("latent", latent, channels, 1)?;
-        // As in `encode`.
+        // With the products of f32 on tensor cores, as in `encode`.
         let decode = |z: &Tensor| with_bf16_pairs(|| run(z));
         let image = match self.tiling(tile_size)? {
             Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {

@@ -18,7 +18,8 @@ fn gradient(x: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64
     let x = Var::from_tensor(x).unwrap();
     let y = function(&x).unwrap();
     let ones = Tensor::ones(y.shape(), y.dtype(), y.device()).unwrap();
-    values(grad(&y, &[&x], Some(&ones), false).unwrap()[0].as_ref().unwrap())
+    let retain_graph = false;
+    values(grad(&y, &[&x], Some(&ones), retain_graph).unwrap()[0].as_ref().unwrap())
 }
 
 #[test]
@@ -49,6 +50,7 @@ fn results_keep_the_reduced_dimensions_only_with_keepdim() {
 fn the_variance_matches_its_definition() {
     let data = [1.0, 4.0, -2.0, 0.5, 7.0, 3.0];
     let x = tensor(&data, &[2, 3]);
+    // `correction` is subtracted from the number of elements in the denominator.
     let expected = |part: &[f64], correction: f64| {
         let mean = part.iter().sum::<f64>() / part.len() as f64;
         part.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (part.len() as f64 - correction)
@@ -88,11 +90,13 @@ fn reductions_of_too_few_elements_behave_as_in_torch() {
 #[test]
 fn equal_extremes_share_the_gradient_except_over_one_dimension() {
     let x = tensor(&[1.0, 5.0, 5.0, 0.0, 0.0, 5.0], &[2, 3]);
+    // Over one dimension, the first of the equal extremes gets the whole gradient.
     assert_eq!(gradient(&x, |x| x.max(&[1], false)), [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]);
     assert_eq!(gradient(&x, |x| x.min(&[1], true)), [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
     let third = 1.0 / 3.0;
     assert_eq!(gradient(&x, Tensor::max_all), [0.0, third, third, 0.0, 0.0, third]);
     assert_eq!(gradient(&x, |x| x.min(&[1, 0], false)), [0.0, 0.0, 0.0, 0.5, 0.5, 0.0]);
+    // For a vector, `max_all` still shares the gradient, but `max` over its one dimension does not.
     assert_eq!(gradient(&tensor(&[2.0, 2.0], &[2]), Tensor::max_all), [0.5, 0.5]);
     assert_eq!(gradient(&tensor(&[2.0, 2.0], &[2]), |x| x.max(&[0], false)), [1.0, 0.0]);
 }

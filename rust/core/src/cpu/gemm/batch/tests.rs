@@ -20,6 +20,8 @@ fn oracle(a: &Raw, b: &Raw) -> Raw {
 /// Checks that `found` has the shape of `expected`, and its values up to the rounding errors of sums of `k` products.
 fn assert_close(found: &Raw, expected: &Raw, k: usize) {
     assert_eq!(found.dims(), expected.dims());
+    // The relative error: in bf16 and f16, that of rounding the result, because their sums are in f32; otherwise, that
+    // of adding k products.
     let unit = match found.dtype() {
         DType::BF16 => 2f64.powi(-8),
         DType::F16 => 2f64.powi(-11),
@@ -117,7 +119,7 @@ fn products_are_added_to_a_part_of_a_buffer() {
         matmul_accumulate(&dst, &a, &b, 0.5).unwrap();
         let old = before.narrow(0, 100, 140).unwrap().reshape((7, 20)).unwrap().to_dtype(DType::F64).unwrap();
         assert_close(&dst, &(old + (oracle(&a, &b) * 0.5).unwrap()).unwrap(), 33);
-        // The other elements of the buffer keep their values.
+        // `dst` is elements 100 to 239. The other elements of the buffer keep their values.
         for (start, len) in [(0, 100), (240, 160)] {
             let part =
                 |x: &Raw| x.narrow(0, start, len).unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
@@ -159,16 +161,16 @@ fn products_are_written_to_ranges_of_columns() {
                 let dst = numbers(&[m, 20], dtype);
                 let before = dst.to_dtype(DType::F64).unwrap().copy().unwrap();
                 let factors = [0, 1].map(|i| b.get(i).unwrap().t().unwrap());
-                let places = [3, 11].map(|start| dst.narrow(1, start, 6).unwrap());
-                let terms = [[&places[0], &a, &factors[0]], [&places[1], &a, &factors[1]]];
+                let ranges = [3, 11].map(|start| dst.narrow(1, start, 6).unwrap());
+                let terms = [[&ranges[0], &a, &factors[0]], [&ranges[1], &a, &factors[1]]];
                 write_products(&terms, 0.5, accumulate).unwrap();
-                for (place, (start, factor)) in places.iter().zip([3, 11].into_iter().zip(&factors)) {
+                for (range, (start, factor)) in ranges.iter().zip([3, 11].into_iter().zip(&factors)) {
                     let product = (oracle(&a, factor) * 0.5).unwrap();
                     let old = before.narrow(1, start, 6).unwrap();
                     let expected = if accumulate { (product + old).unwrap() } else { product };
-                    assert_close(place, &expected, k);
+                    assert_close(range, &expected, k);
                 }
-                // Columns 0 to 2, 9 and 10, and 17 to 19 are not written.
+                // The products are in columns 3 to 8 and 11 to 16. The others are not written.
                 let wide = dst.to_dtype(DType::F64).unwrap();
                 for (start, length) in [(0, 3), (9, 2), (17, 3)] {
                     let part = |x: &Raw| x.narrow(1, start, length).unwrap().flatten_all().unwrap().to_vec1::<f64>();
