@@ -219,4 +219,4 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     write_pipeline(given.folder / "sdxl", given.device)
-    write_images(given.folder / "pictures")
+    write_images(given.folder / "images")

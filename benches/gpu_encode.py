@@ -59,9 +59,9 @@ def pixels(batch: int, width: int, height: int) -> npt.NDArray[np.uint8]:
     return rng.integers(0, 256, (batch, height, width, 3), np.uint8)
 
 
-def encoded(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> tuple[tc.Tensor, tc.Tensor]:
+def encoded(vae: Any, rgb: npt.NDArray[np.uint8], device: str) -> tuple[tc.Tensor, tc.Tensor]:
     """Encode an image as training does; return mean and log variance of the latents."""
-    image = tc.tensor(picture, device=device).permute(0, 3, 1, 2).to("f32")
+    image = tc.tensor(rgb, device=device).permute(0, 3, 1, 2).to("f32")
     height, width = image.shape[2:]
     moments: tuple[tc.Tensor, tc.Tensor] = vae.encode(
         image / 127.5 - 1.0, tile_size=tile_size(width, height)
@@ -69,8 +69,8 @@ def encoded(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> tuple[tc.T
     return moments
 
 
-def on_host(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> list[npt.NDArray[Any]]:
-    return [moment.numpy() for moment in encoded(vae, picture, device)]
+def on_host(vae: Any, rgb: npt.NDArray[np.uint8], device: str) -> list[npt.NDArray[Any]]:
+    return [moment.numpy() for moment in encoded(vae, rgb, device)]
 
 
 def pooled(models: Sequence[Any], tokens: tc.Tensor) -> list[tc.Tensor]:
@@ -101,20 +101,18 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             title = f"encode {width} x {height}, batch {batch}"
             if only not in title:
                 continue
-            picture = pixels(batch, width, height)
+            rgb = pixels(batch, width, height)
             # `ENCODER` is for one image of 1024 x 1024 px.
             times_the_area = batch * width * height / 1024**2
             shown = profile and batch == 1
             case(
                 title,
-                partial(encoded, vae, picture, device),
+                partial(encoded, vae, rgb, device),
                 machine,
                 profile=shown,
                 flops=times_the_area * ENCODER,
             )
-            to_host = gpu_timing.timed(
-                partial(on_host, vae, picture, device), device, machine.seconds
-            )
+            to_host = gpu_timing.timed(partial(on_host, vae, rgb, device), device, machine.seconds)
             print(f"  with the copy to the host {to_host * 1e3 / batch:.1f} ms an image")
     title = "decode 1024 x 1024"
     if only in title:
@@ -128,8 +126,8 @@ def errors(machine: Machine, vae: Any) -> None:
     Each error is the root mean square of the differences, divided by that of the f64 values.
     """
     device = machine.device
-    picture = pixels(1, EXACT_SIDE, EXACT_SIDE)
-    image = (picture.transpose(0, 3, 1, 2) / 127.5 - 1.0).astype(np.float32)
+    rgb = pixels(1, EXACT_SIDE, EXACT_SIDE)
+    image = (rgb.transpose(0, 3, 1, 2) / 127.5 - 1.0).astype(np.float32)
     side = EXACT_SIDE // DOWNSCALE
     latent = np.random.default_rng(1).standard_normal((1, 4, side, side)).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:

@@ -170,7 +170,7 @@ def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
     output = work / name
     outcome = command(
         "train", "--model", job.model, "--weights", str(work / job.model),
-        "--dataset", str(work / "pictures"), "--output", str(output),
+        "--dataset", str(work / "images"), "--output", str(output),
         "--device", "cuda", "--precision", "bf16", "--rank", str(RANK), "--steps", str(steps),
         *more,
     )  # fmt: skip
@@ -241,7 +241,7 @@ def main() -> None:
                 full_size.write_pipeline(work / "sdxl", "cuda")
             else:
                 full_flow.write_pipeline(work / job.model, given.model, "cuda")
-            full_size.write_images(work / "pictures")
+            full_size.write_images(work / "images")
             print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()

@@ -3,7 +3,7 @@
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
 FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and its subfolder
-`pictures` the images. The folder of SDXL is a complete pipeline. Those of the other models lack the
+`images` the images. The folder of SDXL is a complete pipeline. Those of the other models lack the
 files of tokenizers. So each of their parts is loaded separately, their text encoders get random
 tokens (77 for CLIP, 512 for each other encoder), and images are drawn from random features.
 """
@@ -71,7 +71,7 @@ def phase(given: argparse.Namespace, title: str, run: Callable[[], Any]) -> Any:
 
 
 def image_paths(given: argparse.Namespace) -> list[Path]:
-    return sorted((given.folder / "pictures").glob("*.png"))
+    return sorted((given.folder / "images").glob("*.png"))
 
 
 def encode_images(given: argparse.Namespace, autoencoder: Any) -> None:

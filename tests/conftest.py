@@ -91,7 +91,7 @@ def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of ten images of 8x8 pixels with captions."""
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
     for number in range(10):
         pixels = generator.integers(0, 256, (8, 8), dtype=np.uint8)

@@ -101,12 +101,12 @@ def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def image_grid(
-    pictures: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
+    images: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
 ) -> Image.Image:
     """Return one image with the given images in rows, on white.
 
     Args:
-        pictures: the images, (n, height, width) for grey or (n, height, width, 3) for RGB, with n
+        images: the images, (n, height, width) for grey or (n, height, width, 3) for RGB, with n
             at least 1.
         columns: the number of images in a row; by default the grid is about square.
         scale: every pixel is drawn as a square of scale x scale pixels.
@@ -115,10 +115,10 @@ def image_grid(
     Raises:
         ArgumentError: the shape is wrong, or a number is out of its range.
     """
-    count = len(pictures)
-    if pictures.ndim not in {3, 4} or count == 0 or pictures.shape[3:] not in {(), (3,)}:
+    count = len(images)
+    if images.ndim not in {3, 4} or count == 0 or images.shape[3:] not in {(), (3,)}:
         raise ArgumentError(
-            f"image_grid: the images have shape {pictures.shape}, "
+            f"image_grid: the images have shape {images.shape}, "
             "expected (n, height, width) or (n, height, width, 3) with n at least 1"
         )
     columns = min(count, columns if columns is not None else int(np.ceil(np.sqrt(count))))
@@ -127,27 +127,27 @@ def image_grid(
             f"image_grid: {columns} columns, scale {scale}, gap {gap}; "
             "expected at least one column, a scale of at least 1, a gap of at least 0"
         )
-    height, width = pictures.shape[1:3]
+    height, width = images.shape[1:3]
     rows = -(-count // columns)  # rounded up
     size = (rows * (height + gap) - gap, columns * (width + gap) - gap)
-    grid = np.full((*size, *pictures.shape[3:]), 255, dtype=np.uint8)
-    for index, image in enumerate(pictures):
+    grid = np.full((*size, *images.shape[3:]), 255, dtype=np.uint8)
+    for index, image in enumerate(images):
         row, column = divmod(index, columns)
         top, left = row * (height + gap), column * (width + gap)
         grid[top : top + height, left : left + width] = image
     return Image.fromarray(grid.repeat(scale, axis=0).repeat(scale, axis=1))
 
 
-def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
+def visible_scale(images: npt.NDArray[np.uint8]) -> int:
     """Return the `scale` of `image_grid` that makes small images visible: max(1, 64 // height)."""
-    return max(1, 64 // int(pictures.shape[1]))
+    return max(1, 64 // int(images.shape[1]))
 
 
-def padded(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+def padded(images: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     """Stack RGB images; pad each with white, below and at the right, to the largest size."""
-    height, width = (max(image.shape[axis] for image in pictures) for axis in (0, 1))
-    stack = np.full((len(pictures), height, width, 3), 255, np.uint8)
-    for canvas, image in zip(stack, pictures, strict=True):
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    stack = np.full((len(images), height, width, 3), 255, np.uint8)
+    for canvas, image in zip(stack, images, strict=True):
         canvas[: image.shape[0], : image.shape[1]] = image
     return stack
 

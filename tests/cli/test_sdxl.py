@@ -392,7 +392,7 @@ def test_a_huge_image_is_rejected_before_it_is_decoded(
 def test_paths_may_contain_spaces_and_emoji(
     flags: Callable[..., list[str]], sdxl_folder: Path, sdxl_base: Path, tmp_path: Path
 ) -> None:
-    dataset, output = tmp_path / "my \U0001f408 pictures", tmp_path / "out \U0001f408 \u00e9"
+    dataset, output = tmp_path / "my \U0001f408 images", tmp_path / "out \U0001f408 \u00e9"
     weights = tmp_path / "the \U0001f408 model"
     shutil.copytree(sdxl_folder, dataset)
     (dataset / "0.png").rename(dataset / "a \U0001f408.png")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-MakePictures = Callable[..., list[Path]]
+MakeImages = Callable[..., list[Path]]
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> MakePictures:
+def images(tmp_path: Path) -> MakeImages:
     """A function that writes noise images with captions into a folder below `tmp_path`.
 
     Each size is (width, height) in px. Further arguments go to `Image.save`. The function returns

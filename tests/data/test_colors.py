@@ -16,7 +16,7 @@ from trainable_candle.data import ColorOptions, Dataset, DatasetOptions, load_da
 from trainable_candle.data.colors import Colors
 from trainable_candle.errors import ConfigError
 
-MakePictures = Callable[..., list[Path]]
+MakeImages = Callable[..., list[Path]]
 Pixels = npt.NDArray[np.uint8]
 UNCHANGED = Colors(brightness=1, contrast=1, saturation=1, hue=0)
 ALL = ColorOptions(brightness=0.5, contrast=0.4, saturation=0.3, hue=0.2, variants=3)
@@ -116,9 +116,9 @@ def load(*entries: Any, seed: int = 0, **settings: Any) -> Dataset:
 
 
 def test_variants_are_drawn_uniformly_for_each_seed_and_image(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", *[(64, 64)] * 40)  # Writes 40 images of 64x64 pixels into the folder `a`.
+    images("a", *[(64, 64)] * 40)  # Writes 40 images of 64x64 pixels into the folder `a`.
     data = load(tmp_path / "a", flip=True)
     views = data.views()
     # Each image has three variants of its colours, and is mirrored or not.
@@ -149,9 +149,9 @@ def test_variants_are_drawn_uniformly_for_each_seed_and_image(
 
 
 def test_the_order_and_mirroring_of_images_do_not_depend_on_colours(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", *[(64, 64)] * 40)
+    images("a", *[(64, 64)] * 40)
     data = load(tmp_path / "a", flip=True)
     plain = load(tmp_path / "a", flip=True, color=ColorOptions())
     for index in range(50):

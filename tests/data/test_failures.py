@@ -23,7 +23,7 @@ from trainable_candle.data import (
 )
 from trainable_candle.errors import DatasetError, FileError
 
-MakePictures = Callable[..., list[Path]]
+MakeImages = Callable[..., list[Path]]
 DISK = CacheOptions("disk")
 IDENTITY: dict[str, str] = {}
 """The identity of the encoder: the same for all caches of these tests."""
@@ -68,10 +68,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_vanished_image_ends_the_encoding_and_earlier_entries_remain(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
     # 30 images of 64x64 px with the names 00.png to 29.png. They are encoded in this order.
-    paths = pictures("a", *[(64, 64)] * 30)
+    paths = images("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
     hidden = paths[25].rename(tmp_path / "hidden.png")
     cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
@@ -82,9 +82,9 @@ def test_a_vanished_image_ends_the_encoding_and_earlier_entries_remain(
 
 
 def test_an_image_that_changed_is_not_encoded_under_its_old_key(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    paths = pictures("a", *[(64, 64)] * 3)
+    paths = images("a", *[(64, 64)] * 3)
     data = load(tmp_path / "a")
     Image.new("RGB", (64, 64), "red").save(paths[1])
     cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
@@ -95,9 +95,9 @@ def test_an_image_that_changed_is_not_encoded_under_its_old_key(
 
 
 def test_a_full_disk_ends_the_encoding_and_earlier_entries_remain(
-    pictures: MakePictures, tmp_path: Path, small_disk: Path
+    images: MakeImages, tmp_path: Path, small_disk: Path
 ) -> None:
-    pictures("a", *[(64, 64)] * 30)
+    images("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
     cache = LatentCache(data, encode, DISK, IDENTITY, folder=small_disk)
     with pytest.raises(FileError, match="the cache cannot be written: No space left") as caught:
@@ -110,8 +110,8 @@ def test_a_full_disk_ends_the_encoding_and_earlier_entries_remain(
     expect_whole(tmp_path / "larger", data, count)
 
 
-def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path: Path) -> None:
-    pictures("a", *[(64, 64)] * 5)
+def test_an_incomplete_entry_is_not_left_behind(images: MakeImages, tmp_path: Path) -> None:
+    images("a", *[(64, 64)] * 5)
     data = load(tmp_path / "a")
     cache = LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -127,9 +127,9 @@ def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path
 
 
 def test_the_cache_of_images_on_a_read_only_disk_is_in_the_output_folder(
-    pictures: MakePictures, tmp_path: Path, small_disk: Path
+    images: MakeImages, tmp_path: Path, small_disk: Path
 ) -> None:
-    pictures(small_disk.name, (64, 64))
+    images(small_disk.name, (64, 64))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     data = load(small_disk)
     folder, note = cache_folder(DISK, data.options, tmp_path / "out")

@@ -30,7 +30,7 @@ from trainable_candle.data import (
 from trainable_candle.data.entries import facts_of, intact_facts, packed
 from trainable_candle.errors import ConfigError, DatasetError
 
-MakePictures = Callable[..., list[Path]]
+MakeImages = Callable[..., list[Path]]
 SIZES = [(64, 64), (64, 64), (48, 80), (64, 64)]
 DISK = CacheOptions("disk")
 
@@ -67,9 +67,9 @@ def make_cache(
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "off"])
 def test_batches_hold_what_the_encoder_returned(
-    kind: str, pictures: MakePictures, tmp_path: Path
+    kind: str, images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", *SIZES)
+    images("a", *SIZES)
     data = load(tmp_path / "a", flip=True, crop="random", random_crops=2)
     # The encoder gets as many images at once as have this area.
     cache, encoder = make_cache(data, tmp_path / "c", CacheOptions(kind), encode_area=2 * 64 * 64)
@@ -85,8 +85,8 @@ def test_batches_hold_what_the_encoder_returned(
     assert (len(encoder.calls) > after_filling) == (kind == "off")
 
 
-def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Path) -> None:
-    pictures("a", *SIZES)
+def test_a_second_run_encodes_nothing_again(images: MakeImages, tmp_path: Path) -> None:
+    images("a", *SIZES)
     first, encoder = make_cache(load(tmp_path / "a", flip=True), tmp_path / "c")
     assert str(first.fill()) == "0 found, 8 made"
     # Four images, each also mirrored. By default, the encoder gets one at a time.
@@ -121,10 +121,10 @@ def test_changed_settings_or_identities_need_new_entries(
     settings: dict[str, Any],
     identity: dict[str, str],
     made: int | None,
-    pictures: MakePictures,
+    images: MakeImages,
     tmp_path: Path,
 ) -> None:
-    pictures("a", (64, 64), (64, 64), (64, 64), (96, 64))
+    images("a", (64, 64), (64, 64), (64, 64), (96, 64))
     make_cache(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     merged = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **merged))
@@ -137,9 +137,9 @@ def test_changed_settings_or_identities_need_new_entries(
 
 
 def test_an_edited_image_is_encoded_again_and_a_renamed_one_is_not(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    paths = pictures("a", *SIZES)
+    paths = images("a", *SIZES)
     make_cache(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     Image.new("RGB", (64, 64), "red").save(paths[1])
     paths[0].rename(paths[0].with_name("renamed.png"))
@@ -152,8 +152,8 @@ def test_an_edited_image_is_encoded_again_and_a_renamed_one_is_not(
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 4
 
 
-def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) -> None:
-    pictures("a", *SIZES)
+def test_damaged_entries_are_made_again(images: MakeImages, tmp_path: Path) -> None:
+    images("a", *SIZES)
     data = load(tmp_path / "a")
     make_cache(data, tmp_path / "c")[0].fill()
     entries = sorted((tmp_path / "c").rglob("*.safetensors"))
@@ -199,9 +199,9 @@ def test_any_changed_missing_or_added_byte_of_an_entry_is_noticed(tmp_path: Path
 
 
 def test_an_entry_is_made_again_whichever_of_its_parts_changed(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", (64, 64))
+    images("a", (64, 64))
     data = load(tmp_path / "a")
     make_cache(data, tmp_path / "c")[0].fill()
     (entry,) = (tmp_path / "c").rglob("*.safetensors")
@@ -230,9 +230,9 @@ def test_an_entry_is_a_safetensors_file_with_the_given_tensors(tmp_path: Path) -
 
 
 def test_a_missing_entry_and_a_missing_folder_are_errors(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", (64, 64))
+    images("a", (64, 64))
     data = load(tmp_path / "a")
     cache, _ = make_cache(data, tmp_path / "c")
     missing = r"there is no intact entry .* of the kind 'latents' .* fill the cache before"
@@ -242,8 +242,8 @@ def test_a_missing_entry_and_a_missing_folder_are_errors(
         make_cache(data, None)
 
 
-def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path: Path) -> None:
-    pictures("a", *[(64, 64)] * 60)
+def test_a_killed_run_leaves_only_whole_entries(images: MakeImages, tmp_path: Path) -> None:
+    images("a", *[(64, 64)] * 60)
     script = (
         "import numpy as np, trainable_candle as tc\n"
         "from trainable_candle.data import *\n"
@@ -321,17 +321,17 @@ def test_shorter_text_features_are_extended_by_those_of_the_empty_caption(
 
 
 def test_an_encoder_with_the_wrong_number_of_rows_is_reported(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", (64, 64))
+    images("a", (64, 64))
     data = load(tmp_path / "a")
     cache = LatentCache(data, lambda _: {"x": tc.ones((2, 3))}, CacheOptions("memory"), {})
     with pytest.raises(DatasetError, match=r"given 1 items and returned `x` of shape \(2, 3\)"):
         cache.fill()
 
 
-def test_cached_features_need_no_gradient(pictures: MakePictures, tmp_path: Path) -> None:
-    pictures("a", (64, 64))
+def test_cached_features_need_no_gradient(images: MakeImages, tmp_path: Path) -> None:
+    images("a", (64, 64))
     data = load(tmp_path / "a")
     weight = tc.Var(np.ones(3, np.float32))
     cache = LatentCache(
@@ -341,9 +341,9 @@ def test_cached_features_need_no_gradient(pictures: MakePictures, tmp_path: Path
 
 
 def test_the_cache_on_disk_is_in_the_data_set_or_in_the_given_folder(
-    pictures: MakePictures, tmp_path: Path
+    images: MakeImages, tmp_path: Path
 ) -> None:
-    pictures("a", (64, 64))
+    images("a", (64, 64))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64)
     folder, note = cache_folder(DISK, options, tmp_path / "out")
     assert (folder, note) == (tmp_path / "a" / ".trainable-candle", None)
@@ -353,9 +353,9 @@ def test_the_cache_on_disk_is_in_the_data_set_or_in_the_given_folder(
 
 
 def test_the_cache_of_a_read_only_data_set_is_in_the_output_folder(
-    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: MakeImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures("a", (64, 64))
+    images("a", (64, 64))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64)
 
     # Permissions do not stop root, so this test makes mkdir fail instead.
@@ -375,10 +375,8 @@ def test_the_cache_of_a_read_only_data_set_is_in_the_output_folder(
         cache_folder(DISK, options, None)
 
 
-def test_the_files_of_the_cache_are_not_read_as_images(
-    pictures: MakePictures, tmp_path: Path
-) -> None:
-    pictures("a", (64, 64))
+def test_the_files_of_the_cache_are_not_read_as_images(images: MakeImages, tmp_path: Path) -> None:
+    images("a", (64, 64))
     options = DatasetOptions(
         parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64
     )
@@ -388,9 +386,9 @@ def test_the_files_of_the_cache_are_not_read_as_images(
 
 
 def test_entries_beyond_the_memory_limits_are_read_from_disk_each_time(
-    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: MakeImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures("a", *SIZES)
+    images("a", *SIZES)
     data = load(tmp_path / "a")
     # An entry has at most 8 * 8 * 3 values of 4 bytes and 2 values of 2 bytes, 772 bytes in all.
     # The limit of the device has room for one entry. The limit of all memory, on the device and the

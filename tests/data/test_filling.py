@@ -16,8 +16,8 @@ from trainable_candle.data import (
     CaptionOptions,
     Dataset,
     DatasetOptions,
+    ImageFile,
     LatentCache,
-    Picture,
     TextCache,
     View,
     load_dataset,
@@ -30,7 +30,7 @@ from trainable_candle.data.kept import PENDING
 from trainable_candle.data.pixels import AHEAD, in_parallel
 from trainable_candle.errors import DatasetError
 
-MakePictures = Callable[..., list[Path]]
+MakeImages = Callable[..., list[Path]]
 SIDE = 16
 DISK = CacheOptions("disk")
 IDENTITY: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Generated(Dataset):
         assert fit is not None
         items = [
             Item(
-                Picture(
+                ImageFile(
                     Path(f"{number}.png"), caption="", width=SIDE, height=SIDE,
                     digest=f"{number:032x}",
                 ),
@@ -133,11 +133,9 @@ def test_parallel_results_come_in_order_and_a_failure_stops_the_tasks() -> None:
     assert max(begun) <= 10 + AHEAD
 
 
-def test_images_of_the_same_bucket_are_encoded_together(
-    pictures: MakePictures, tmp_path: Path
-) -> None:
+def test_images_of_the_same_bucket_are_encoded_together(images: MakeImages, tmp_path: Path) -> None:
     # Sizes are (width, height). The last image is scaled to 64x64, so there are six of this size.
-    pictures("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
+    images("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64, bucket_step=32)
     data = load_dataset(options)
     shapes = []  # of the encoded batches: (images, height, width)

@@ -177,7 +177,7 @@ def test_an_image_whose_header_gives_too_many_pixels_is_rejected(tmp_path: Path)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
     write_image(tmp_path, "ok.png")
     found = read_folder(Source(tmp_path, caption="x"))
-    assert [picture.path.name for picture in found.pictures] == ["ok.png"]
+    assert [image.path.name for image in found.images] == ["ok.png"]
     (problem,) = found.problems
     assert problem.startswith(f"{path}: is too large to be decoded safely: ")
     assert "400000000 pixels" in problem
@@ -213,10 +213,10 @@ def test_every_mode_of_every_format_is_read(tmp_path: Path, suffix: str, mode: s
     ramp = Image.fromarray(np.stack([x * 5, y * 7, 255 - x * 5], -1).astype(np.uint8))
     image = ramp.convert(mode)
     image.save(tmp_path / f"a{suffix}")
-    (picture,) = check_folder(tmp_path, caption="x")
-    assert (picture.width, picture.height) == (48, 32)
+    (loaded,) = check_folder(tmp_path, caption="x")
+    assert (loaded.width, loaded.height) == (48, 32)
     # Lossy formats change colours a little; the bound is in steps of 0 to 255.
-    difference = read_pixels(picture.path).astype(float) - np.asarray(image.convert("RGB"), float)
+    difference = read_pixels(loaded.path).astype(float) - np.asarray(image.convert("RGB"), float)
     assert np.abs(difference).mean() < (3 if suffix in {".jpg", ".webp", ".avif"} else 1e-9)
 
 
@@ -229,9 +229,9 @@ def test_sizes_and_pixels_have_the_same_orientation(tmp_path: Path, orientation:
     for suffix in (".png", ".jpg", ".webp"):
         path = tmp_path / f"a{suffix}"
         Image.fromarray(grey).convert("RGB").save(path, exif=exif)
-    for picture in check_folder(tmp_path, caption="x"):
-        assert read_pixels(picture.path).shape == (picture.height, picture.width, 3)
-        assert (picture.width, picture.height) == ((2, 8) if orientation >= 5 else (8, 2))
+    for image in check_folder(tmp_path, caption="x"):
+        assert read_pixels(image.path).shape == (image.height, image.width, 3)
+        assert (image.width, image.height) == ((2, 8) if orientation >= 5 else (8, 2))
 
 
 def test_metadata_has_captions_of_images_below_but_caption_files_come_first(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_metadata_has_captions_of_images_below_but_caption_files_come_first(tmp_
     (tmp_path / "metadata.jsonl").write_text(
         '{"file_name": "images/a.png", "text": "a cat"}\n{"file_name": "b.png", "text": "no"}\n'
     )
-    found = {picture.path.name: picture.caption for picture in check_folder(tmp_path)}
+    found = {image.path.name: image.caption for image in check_folder(tmp_path)}
     assert found == {"a.png": "a cat", "b.png": "its own"}
 
 
@@ -283,7 +283,7 @@ def test_metadata_names_files_by_relative_paths_that_stay_in_its_folder(tmp_path
     (folder / "blob.png").symlink_to(outside / "a.png")
     for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
         write_metadata(folder, name)
-        captions = {picture.caption for picture in check_folder(folder, caption="default")}
+        captions = {image.caption for image in check_folder(folder, caption="default")}
         assert captions == {"a cat", "default"}
 
 
@@ -310,16 +310,16 @@ def test_nested_folders_are_read_only_if_asked_for_and_hidden_ones_and_masks_nev
         write_image(tmp_path / place, "p.png", place or "top")
     write_image(tmp_path / "one", "p-masklabel.png", None)
     nested = read_folder(Source(tmp_path, recursive=True))
-    assert [picture.caption for picture in nested.pictures] == ["one", "one/two", "top"]
+    assert [image.caption for image in nested.images] == ["one", "one/two", "top"]
     assert nested.problems == ()
-    assert [picture.caption for picture in check_folder(tmp_path)] == ["top"]
+    assert [image.caption for image in check_folder(tmp_path)] == ["top"]
 
 
 def test_digests_differ_only_if_contents_differ(tmp_path: Path) -> None:
     write_image(tmp_path, "a.png", size=(4, 3))
     write_image(tmp_path, "b.png", size=(4, 3))
     write_image(tmp_path, "c.png", size=(4, 4))
-    a, b, c = (picture.digest for picture in check_folder(tmp_path))
+    a, b, c = (image.digest for image in check_folder(tmp_path))
     assert a == b != c
 
 
@@ -332,7 +332,7 @@ def test_incomplete_files_of_every_format_are_reported(tmp_path: Path, part: flo
         data = path.read_bytes()
         path.write_bytes(data[: int(len(data) * part)])
     found = read_folder(Source(tmp_path, caption="x"))
-    assert found.pictures == ()
+    assert found.images == ()
     for suffix, problem in zip(sorted(MODES), found.problems, strict=True):
         assert f"{suffix[1:]}{suffix}: cannot be decoded: " in problem
 

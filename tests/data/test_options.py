@@ -15,9 +15,9 @@ from trainable_candle.data import (
 )
 from trainable_candle.errors import ConfigError, DatasetError
 
-SOURCES = (Source(Path("pictures")),)
+SOURCES = (Source(Path("images")),)
 
-# The fixture `pictures` writes images of the given sizes into a folder below `tmp_path`.
+# The fixture `images` writes images of the given sizes into a folder below `tmp_path`.
 
 
 def test_a_path_to_a_folder_becomes_one_source() -> None:
@@ -27,12 +27,12 @@ def test_a_path_to_a_folder_becomes_one_source() -> None:
 def test_entries_have_their_own_settings(tmp_path: Path) -> None:
     file = tmp_path / "data.yaml"
     file.write_text(
-        "- pictures\n"
+        "- images\n"
         "- {path: /abs, repeats: 0.5, caption: own, loss_weight: 2, recursive: true}\n"
         "- {path: class, regularization: true, mask: alpha, trigger: ''}\n"
     )
     assert parse_sources(file, caption="general") == (
-        Source(tmp_path / "pictures", caption="general"),
+        Source(tmp_path / "images", caption="general"),
         Source(Path("/abs"), caption="own", repeats=0.5, loss_weight=2, recursive=True),
         Source(
             tmp_path / "class", caption="general", regularization=True, mask="alpha", trigger=""
@@ -164,10 +164,10 @@ def test_an_unknown_cache_is_rejected() -> None:
 
 
 def test_folders_with_repeats_in_their_names_are_sources(
-    tmp_path: Path, pictures: Callable[..., list[Path]]
+    tmp_path: Path, images: Callable[..., list[Path]]
 ) -> None:
     for name in ("10_sks coffee", "2_a dog", "notes", ".hidden"):
-        pictures(f"kohya/{name}", (8, 8))
+        images(f"kohya/{name}", (8, 8))
     (tmp_path / "kohya" / "3_file").write_text("no folder")
     coffee, dog = parse_sources(tmp_path / "kohya")
     assert (coffee.path.name, coffee.repeats, coffee.caption) == ("10_sks coffee", 10, "sks coffee")
@@ -195,10 +195,10 @@ def test_the_repeats_of_an_entry_come_before_those_in_its_name(tmp_path: Path) -
 
 
 def test_images_beside_folders_with_repeats_are_an_error(
-    tmp_path: Path, pictures: Callable[..., list[Path]]
+    tmp_path: Path, images: Callable[..., list[Path]]
 ) -> None:
-    pictures("both", (8, 8))
-    pictures("both/10_cup", (8, 8))
+    images("both", (8, 8))
+    images("both/10_cup", (8, 8))
     with pytest.raises(ConfigError, match="holds images, and so do its folders 10_cup; move"):
         parse_sources(tmp_path / "both")
 

@@ -59,7 +59,7 @@ def test_a_heart_has_the_colour_in_which_it_was_drawn_and_no_other() -> None:
 def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
     seed = 3
     hearts.write_dataset(tmp_path / "a", seed)
-    captions = [picture.caption for picture in check_folder(tmp_path / "a")]
+    captions = [image.caption for image in check_folder(tmp_path / "a")]
     assert len(captions) == 40  # 10 of each of four colours; `orange` is missing
     assert set(captions) == {f"a {c} heart" for c in ("red", "yellow", "purple", "white")}
 

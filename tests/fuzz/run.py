@@ -226,7 +226,7 @@ def readers() -> list[Reader]:
         "settings": {"rank": 4},
     }
     config = (
-        "model: digits\ndataset: pictures\nsteps: 5\nlearning_rate: 1e-3\n"
+        "model: digits\ndataset: images\nsteps: 5\nlearning_rate: 1e-3\n"
         "target_modules: [a, b]\nflip: true\n"
     )
     sources = (

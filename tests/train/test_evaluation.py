@@ -162,8 +162,7 @@ def test_a_split_depends_on_the_seed_and_leaves_no_part_empty(
         data = Digits(digits_base, "f32", "cpu", config).task().read(lambda _: None)
         assert data.validation is not None
         train, validation = (
-            [item.picture.path.name for item in part.items]
-            for part in (data.train, data.validation)
+            [item.image.path.name for item in part.items] for part in (data.train, data.validation)
         )
         assert set(train).isdisjoint(validation)
         return validation

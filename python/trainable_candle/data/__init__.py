@@ -39,7 +39,7 @@ from trainable_candle.data.captions import CaptionMaker
 from trainable_candle.data.dataset import Batch, Dataset, DatasetBatches, View
 from trainable_candle.data.features import LatentCache, TextCache
 from trainable_candle.data.filling import Filled
-from trainable_candle.data.folder import Folder, Picture, check_folder, read_folder, unusable
+from trainable_candle.data.folder import Folder, ImageFile, check_folder, read_folder, unusable
 from trainable_candle.data.identity import file_identity
 from trainable_candle.data.item import Item
 from trainable_candle.data.load import load_dataset
@@ -69,9 +69,9 @@ __all__ = [
     "Fit",
     "Folder",
     "Frame",
+    "ImageFile",
     "Item",
     "LatentCache",
-    "Picture",
     "ShuffledBatches",
     "Source",
     "TextCache",

@@ -143,13 +143,13 @@ class CaptionMaker:
             return caption
         return f"{trigger}{self._joint}{caption}" if caption else trigger
 
-    def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
+    def use(self, caption: str, trigger: str, image_seed: int, sample: int) -> str:
         """Return the caption of an image in one sample of training; empty if it is dropped.
 
         Args:
             caption: the image's caption as it was read.
             trigger: the words that come first; empty: none.
-            picture: the image's seed, a number that depends only on the content of its file.
+            image_seed: the image's seed, a number that depends only on the content of its file.
             sample: the number of the sample in the run.
         """
         if not self.options.dropout and not self._varies:
@@ -161,11 +161,11 @@ class CaptionMaker:
         if self._varies:
             variants = self.options.variants
             return self._variant(
-                caption, trigger, picture, choice % variants if variants else choice
+                caption, trigger, image_seed, choice % variants if variants else choice
             )
         return self.plain(caption, trigger)
 
-    def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
+    def possible(self, caption: str, trigger: str, image_seed: int) -> Iterator[str]:
         """Yield each caption that `use` can return for an image; `endless` must be False.
 
         The arguments are as for `use`.
@@ -174,7 +174,7 @@ class CaptionMaker:
             yield ""
         if self._varies:
             for number in range(self.options.variants):
-                yield self._variant(caption, trigger, picture, number)
+                yield self._variant(caption, trigger, image_seed, number)
         else:
             yield self.plain(caption, trigger)
 
@@ -193,9 +193,9 @@ class CaptionMaker:
         """What separates the tags of a transformed caption."""
         return f"{self.options.separator.strip()} "
 
-    def _variant(self, caption: str, trigger: str, picture: int, number: int) -> str:
+    def _variant(self, caption: str, trigger: str, image_seed: int, number: int) -> str:
         """Return variant `number` of an image's caption: some tags, perhaps in random order."""
-        rng = generator(self._seed, "caption_variant", pair(picture, number))
+        rng = generator(self._seed, "caption_variant", pair(image_seed, number))
         options = self.options
         own_tags, tags = self._tags(caption), self._tags(self.plain(caption, trigger))
         # `keep_tokens` counts tags of the caption; a trigger that `plain` prepends stays as well.

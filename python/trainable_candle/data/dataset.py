@@ -110,13 +110,13 @@ class Dataset:
 
         The keys are the images' paths, relative to the deepest folder that contains all images.
         """
-        folder = Path(os.path.commonpath([item.picture.path.parent for item in self.items]))
+        folder = Path(os.path.commonpath([item.image.path.parent for item in self.items]))
         return {
-            item.picture.path.relative_to(folder).as_posix(): fingerprint(
+            item.image.path.relative_to(folder).as_posix(): fingerprint(
                 {
-                    "digest": item.picture.digest,
-                    "caption": item.picture.caption,
-                    "mask": item.picture.mask and os.path.relpath(item.picture.mask, folder),
+                    "digest": item.image.digest,
+                    "caption": item.image.caption,
+                    "mask": item.image.mask and os.path.relpath(item.image.mask, folder),
                     "settings": [item.trigger, item.loss_weight, item.repeats, item.mask],
                 }
             )
@@ -210,7 +210,7 @@ class Dataset:
         captions = dict.fromkeys(
             caption
             for item in self.items
-            for caption in self._maker.possible(item.picture.caption, item.trigger, item.seed)
+            for caption in self._maker.possible(item.image.caption, item.trigger, item.seed)
         )
         return list(captions)
 
@@ -222,13 +222,13 @@ class Dataset:
                 was loaded.
         """
         item = self.items[view.item]
-        image = read_rgb(item.picture.path, item.picture.digest)
+        image = read_rgb(item.image.path, item.image.digest)
         pixels = self._cropped(view, image)
         if view.colors is None:
             return pixels
         opacity = None
-        if item.picture.transparent:
-            opacity = self._cropped(view, read_alpha(item.picture.path))
+        if item.image.transparent:
+            opacity = self._cropped(view, read_alpha(item.image.path))
         return view.colors.apply(pixels, opacity)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
@@ -264,7 +264,7 @@ class Dataset:
         for sample, number in zip(samples, numbers, strict=True):
             views.append(self._drawn_view(number, sample))
             item = self.items[number]
-            captions.append(self._maker.use(item.picture.caption, item.trigger, item.seed, sample))
+            captions.append(self._maker.use(item.image.caption, item.trigger, item.seed, sample))
         return self._batch(index, samples, views, captions)
 
     def _batch(
@@ -297,7 +297,7 @@ class Dataset:
 
     def _plain_caption(self, number: int) -> str:
         item = self.items[number]
-        return self._maker.plain(item.picture.caption, item.trigger)
+        return self._maker.plain(item.image.caption, item.trigger)
 
     @property
     def _crop_count(self) -> int:
@@ -334,9 +334,9 @@ class Dataset:
         bucket = item.fit.bucket
         width, height = bucket.width // factor, bucket.height // factor
         if item.mask == "alpha":
-            mask = read_alpha(item.picture.path)
-        elif item.picture.mask is not None:
-            mask = read_grey(item.picture.mask)
+            mask = read_alpha(item.image.path)
+        elif item.image.mask is not None:
+            mask = read_grey(item.image.mask)
         else:
             return np.full((height, width), 255, np.uint8)
         crop = item.fit.cut(mask, view.left, view.top, flipped=view.flipped)

@@ -109,8 +109,8 @@ class LatentCache:
 
         def key_and_facts(view: View) -> tuple[str, dict[str, str]]:
             """Return the key of an entry, and the facts that its file holds beside the tensors."""
-            picture = dataset.items[view.item].picture
-            return self._key(view), {"source": str(picture.path), "digest": picture.digest}
+            image = dataset.items[view.item].image
+            return self._key(view), {"source": str(image.path), "digest": image.digest}
 
         batches = groups_of(mine, bucket_of, images_at_once)
         with (
@@ -124,7 +124,7 @@ class LatentCache:
         self._entries.pass_on(group, missing_anywhere_keys)
         removed = 0
         if group.rank == 0:
-            digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
+            digests = {str(item.image.path): item.image.digest for item in dataset.items}
             removed = self._entries.remove_superseded(set(views), digests)
         return Filled(
             found=len(views) - len(missing_anywhere_keys),
@@ -157,7 +157,7 @@ class LatentCache:
         colors = {} if view.colors is None else {"colors": asdict(view.colors)}
         return fingerprint(
             {
-                "digest": item.picture.digest,
+                "digest": item.image.digest,
                 "scaled": item.fit.scaled,
                 "bucket": str(item.fit.bucket),
                 "left": view.left,

@@ -34,7 +34,7 @@ _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".y
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageFile:
     """One image that can be read, and its caption."""
 
     path: Path
@@ -56,7 +56,7 @@ class Folder:
     """The contents of a folder."""
 
     path: Path
-    pictures: tuple[Picture, ...]
+    images: tuple[ImageFile, ...]
     """The usable images, sorted by path."""
     problems: tuple[str, ...]
     """What is wrong with each unusable image."""
@@ -67,10 +67,10 @@ class Folder:
     @property
     def count(self) -> int:
         """The number of images, usable or not."""
-        return len(self.pictures) + len(self.problems)
+        return len(self.images) + len(self.problems)
 
 
-def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
+def check_folder(folder: str | Path, caption: str | None = None) -> list[ImageFile]:
     """Return every image in `folder`, sorted by path, each decoded once.
 
     Images in folders inside it are included only if its `metadata.jsonl` names them.
@@ -91,7 +91,7 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
     found = read_folder(Source(Path(folder), caption))
     if found.problems:
         raise unusable(found.path, found.count, found.problems)
-    return list(found.pictures)
+    return list(found.images)
 
 
 def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folder:
@@ -121,14 +121,14 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
         raise DatasetError(f"dataset: {folder} is a file, expected a folder of images")
     files = list(_files(folder, recursive=source.recursive))
     listed = _listed(files, folder)
-    paths = sorted({*(path for path in files if _is_picture(path)), *listed})
+    paths = sorted({*(path for path in files if _is_image(path)), *listed})
     if not paths:
         raise DatasetError(
             f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
             f"{hint}"
         )
 
-    def check(path: Path) -> Picture | str:
+    def check(path: Path) -> ImageFile | str:
         return _check(path, listed.get(path), source.caption, masks=masks)
 
     results = list(in_parallel(check, paths))
@@ -139,7 +139,7 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
     )
     return Folder(
         folder,
-        tuple(result for result in results if isinstance(result, Picture)),
+        tuple(result for result in results if isinstance(result, ImageFile)),
         tuple(result for result in results if isinstance(result, str)),
         tuple(sorted(others.items())),
     )
@@ -189,10 +189,10 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
         DatasetError: a `metadata.jsonl` is wrong, or names files that do not exist.
     """
     listed = {
-        picture: caption
+        image: caption
         for path in files
         if path.name == METADATA
-        for picture, caption in read_metadata(path.parent).items()
+        for image, caption in read_metadata(path.parent).items()
     }
     # `Path.is_file` raises for invalid file names; `os.path.isfile` does not.
     missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
@@ -204,11 +204,11 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
     return listed
 
 
-def _is_picture(path: Path) -> bool:
+def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not is_mask(path)
 
 
-def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
+def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> ImageFile | str:
     """Check an image; returns it, or what is wrong with it.
 
     Args:
@@ -237,4 +237,6 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
             f"{path}: no caption; write {text.name} beside it, or give --caption for all images "
             "without one"
         )
-    return Picture(path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent)
+    return ImageFile(
+        path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent
+    )

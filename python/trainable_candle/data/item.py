@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainable_candle.data.buckets import Fit
-    from trainable_candle.data.folder import Picture
+    from trainable_candle.data.folder import ImageFile
 
 
 @dataclass(frozen=True)
 class Item:
     """An image, how it is fitted to a bucket, and the settings of its folder."""
 
-    picture: Picture
+    image: ImageFile
     """The image's file, size, caption and mask."""
     fit: Fit
     """How the image is scaled and cropped to its bucket."""
@@ -32,10 +32,10 @@ class Item:
     def has_mask(self) -> bool:
         """Whether the image has a mask of the kind that `mask` selects."""
         if self.mask == "alpha":
-            return self.picture.transparent
-        return self.mask == "file" and self.picture.mask is not None
+            return self.image.transparent
+        return self.mask == "file" and self.image.mask is not None
 
     @property
     def seed(self) -> int:
         """A seed for random choices about the image; it depends only on the content of its file."""
-        return int(self.picture.digest[:8], 16)
+        return int(self.image.digest[:8], 16)

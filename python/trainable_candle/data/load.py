@@ -64,16 +64,16 @@ def load_dataset(
         weight = source.loss_weight * (options.prior_loss_weight if source.regularization else 1)
         trigger = _trigger(source, captions)
         items = []  # those of this folder that are not too small
-        for picture in folder.pictures:
-            fit = buckets.fit(picture.width, picture.height)
+        for image in folder.images:
+            fit = buckets.fit(image.width, image.height)
             if fit is None:
-                too_small.append(f"{picture.path}: {picture.width}x{picture.height}")
+                too_small.append(f"{image.path}: {image.width}x{image.height}")
             else:
                 # `_balance` sets the repeats below.
-                items.append(Item(picture, fit, trigger, weight, repeats=1.0, mask=mask))
+                items.append(Item(image, fit, trigger, weight, repeats=1.0, mask=mask))
         found_mask = any(item.has_mask for item in items)
         if source.mask not in {None, "off"} and items and not found_mask:
-            reason = none_found(mask, items[0].picture.path)
+            reason = none_found(mask, items[0].image.path)
             raise ConfigError(f"dataset: {source.path}: mask: {mask} {reason}")
         by_folder.append(items)
     if not any(by_folder):

@@ -23,33 +23,33 @@ def is_mask(path: Path) -> bool:
     return path.stem.endswith(SUFFIX)
 
 
-def mask_of(picture: Path) -> Path | None:
+def mask_of(image: Path) -> Path | None:
     """Return the path of the mask of an image `NAME.SUFFIX`; None if there is no such file.
 
     It is `NAME-masklabel.png` beside the image, else `masks/NAME` with any suffix of images.
     """
-    beside = picture.with_name(f"{picture.stem}{SUFFIX}.png")
-    folder = picture.parent / FOLDER
-    inside = (folder / f"{picture.stem}{suffix}" for suffix in (picture.suffix, *SUFFIXES))
+    beside = image.with_name(f"{image.stem}{SUFFIX}.png")
+    folder = image.parent / FOLDER
+    inside = (folder / f"{image.stem}{suffix}" for suffix in (image.suffix, *SUFFIXES))
     return next((path for path in (beside, *inside) if path.is_file()), None)
 
 
-def none_found(kind: str, picture: Path) -> str:
+def none_found(kind: str, image: Path) -> str:
     """Return the end of a message that says that no image of a folder has a mask.
 
     The message begins with the setting that has no effect.
 
     Args:
         kind: the kind of the masks, `file` or `alpha`.
-        picture: one of the images; the message gives names that its mask file may have.
+        image: one of the images; the message gives names that its mask file may have.
     """
     if kind == "alpha":
         return "has no effect: no image has transparency"
-    names = f"{FOLDER}/{picture.name} or {picture.stem}{SUFFIX}.png"
-    return f"has no effect: no image has a mask file, such as {names} for {picture}"
+    names = f"{FOLDER}/{image.name} or {image.stem}{SUFFIX}.png"
+    return f"has no effect: no image has a mask file, such as {names} for {image}"
 
 
-def mask_problem(mask: Path, picture: Facts) -> str | None:
+def mask_problem(mask: Path, image: Facts) -> str | None:
     """Return what is wrong with the size of an image's mask; None if it fits.
 
     The mask and the image must have nearly the same aspect ratio, but may have different sizes.
@@ -58,10 +58,10 @@ def mask_problem(mask: Path, picture: Facts) -> str | None:
         DatasetError: the mask cannot be decoded.
     """
     facts = probe(mask)
-    ratio = facts.width * picture.height / (facts.height * picture.width)
+    ratio = facts.width * image.height / (facts.height * image.width)
     if abs(ratio - 1) <= _SAME_SHAPE:
         return None
     return (
         f"{mask}: is {facts.width}x{facts.height} pixels, expected the aspect ratio of its image, "
-        f"{picture.width}x{picture.height}"
+        f"{image.width}x{image.height}"
     )

@@ -31,10 +31,10 @@ def described(items: Sequence[Item], separator: str) -> dict[str, str]:
     tags: dict[str, Counter[str]] = {}
     buckets: Counter[tuple[int, int]] = Counter()
     for item in items:
-        name = item.picture.path.parent.name
+        name = item.image.path.parent.name
         facts = folders.setdefault(name, {"n_repeats": item.repeats, "img_count": 0})
         facts["img_count"] += 1
-        tags.setdefault(name, Counter()).update(_split(item.picture.caption, separator))
+        tags.setdefault(name, Counter()).update(_split(item.image.caption, separator))
         buckets[(item.fit.bucket.width, item.fit.bucket.height)] += 1
     for facts in folders.values():
         # Kohya's scripts write whole numbers, so 2.0 becomes 2.

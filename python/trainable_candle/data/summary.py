@@ -102,10 +102,10 @@ def _folders(
         if source.regularization:
             facts.append("regularisation")
         if group and group[0].mask == "file":
-            facts.append(f"{sum(item.picture.mask is not None for item in group)} with masks")
+            facts.append(f"{sum(item.image.mask is not None for item in group)} with masks")
         if group and group[0].mask == "alpha":
             facts.append("alpha as mask")
-        blank = sum(not item.picture.caption for item in group)
+        blank = sum(not item.image.caption for item in group)
         if blank:
             facts.append(f"{blank} with an empty caption")
         lines.append(f"  {folder.path}: {', '.join(facts)}")

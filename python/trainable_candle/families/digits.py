@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trainable_candle import PartFacts, Tensor
-    from trainable_candle.data import Picture
+    from trainable_candle.data import ImageFile
     from trainable_candle.models import Model
     from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.tasks.estimate import Shape
@@ -281,7 +281,7 @@ def _digit(prompt: str) -> int:
     return found[0]
 
 
-def _problem(image: Picture) -> str | None:
+def _problem(image: ImageFile) -> str | None:
     """Return why an image or its caption cannot be used; None if both can."""
     if (image.width, image.height) != (SIDE, SIDE):
         return f"{image.path}: is {image.width}x{image.height} pixels, expected {SIDE}x{SIDE}"

@@ -140,7 +140,7 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
             "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
         )
     if config.mask != "off" and not any(item.has_mask for item in dataset.items):
-        reason = none_found(config.mask, dataset.items[0].picture.path)
+        reason = none_found(config.mask, dataset.items[0].image.path)
         raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
         with naming_validation():
