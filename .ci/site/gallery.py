@@ -64,6 +64,7 @@ def main() -> None:
         start = time.monotonic()
         verdict = demo(output, seed=given.seed, progress=False, report=lines.append)
         seconds = round(time.monotonic() - start)
+        # The line may end with a note in parentheses: why no GPU is used.
         device = next(line.split(" (")[0] for line in lines if line.startswith("device: "))
         parts.append(text)
         for name in ("before", "after"):

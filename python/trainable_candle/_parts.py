@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def own(tensor: object) -> Tensor:
-    """Tell type checkers that `self` of a class of methods is a tensor."""
+    """Return the argument, typed as a tensor.
+
+    Classes that are not `Tensor` define the methods, so type checkers take `self` for another type.
+    """
     return cast("Tensor", tensor)
 
 

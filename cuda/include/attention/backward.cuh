@@ -331,8 +331,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     if (dv != nullptr) write(dv, dv_strides, dv_parts, value_sum);
 }
 
-// Sums the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A thread sums
-// four columns.
+// Sums the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). Here
+// `shape.heads` is the number of heads of keys. A thread sums four columns.
 template <typename T>
 __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
     const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;

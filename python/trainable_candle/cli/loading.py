@@ -56,7 +56,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
     group.add_argument(
         "--base-precision",
         metavar="NAME",
-        choices=(SAME, *FORMATS),
+        choices=(SAME, *FORMATS),  # SAME, the default, does not quantize.
         help=f"format of the model's linear layers: {', '.join(FORMATS)}",
     )
     # A synonym of --precision.

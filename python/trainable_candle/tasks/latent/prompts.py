@@ -157,7 +157,7 @@ def infotext(
         "CFG scale": f"{used.guidance:g}",
         "Seed": options.seed,
         "Size": f"{size[0]}x{size[1]}",
-        # A comma would end the entry.
+        # Commas separate these facts, so the name of the model must not contain one.
         "Model": model.replace(",", " "),
     }
     if place.count > 1:

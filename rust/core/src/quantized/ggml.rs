@@ -143,7 +143,7 @@ impl Ggml {
         is_finite.then(|| from_vec(codes, count))
     }
 
-    /// Fills `out` with values, from the first element of block number `first` on.
+    /// Fills `out` with the values of the blocks in `codes`, from the first element of block number `first` on.
     pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
         let (block, bytes) = (self.block(), self.block_bytes());
         par_chunks_mut(out, GRAIN, |piece, out| {

@@ -60,7 +60,7 @@ registered!(
     "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`. Call `eval()` \
      before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the \
      next step.",
-    positional: 7,
+    positional: 7, // all hyper-parameters, as in `schedulefree`
     AdamWScheduleFreeConfig::default()
 );
 
@@ -73,9 +73,9 @@ impl Rule for AdamWScheduleFreeRule {
     const UPDATE: Update<AdamWScheduleFreeConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<AdamWScheduleFreeConfig, f64>> = Some(update::<f64>);
     const KERNELS: Option<Kernels<AdamWScheduleFreeConfig>> = Some(Kernels {
+        // The kernel `whole_prepare` begins a step, and no other kernel runs before `schedule_free_step`.
         prepare: "whole",
         step: "schedule_free_step",
-        // No kernel needs to run before `step`.
         before: &[],
         step_8bit: None,
         settings: |config| Settings {
@@ -125,7 +125,7 @@ impl Rule for AdamWScheduleFreeRule {
     }
 }
 
-/// A state of a single number, however many elements the parameter has.
+/// A state of a single number, however many elements the parameter has: `Every(n)` has one number per n elements.
 const ONE: StateKind = StateKind::Every(usize::MAX);
 
 fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_, T>) {

@@ -114,7 +114,7 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
 }
 
 /// Return an error for a tensor on a GPU inside a captured function: while the graph is recorded, the tensor's values
-/// are not computed yet.
+/// are not computed yet. Outside of captured functions, `refuse` returns no error.
 fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
     if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
 }

@@ -251,7 +251,7 @@ impl Attention<'_> {
         // For each query, its log-sum and its sum of result · gradient.
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         // The gradients of the queries of each tile, which the blocks of the backward kernel add up one after another:
-        // `turns` says whose turn it is.
+        // `turns`, which the statistics kernel sets to zero, says whose turn it is.
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
@@ -286,7 +286,8 @@ impl Attention<'_> {
         // for one another, but all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
-        // Each split item has 2 · `KEYS` · `columns` numbers, and a thread block sums 2048 of them.
+        // One block for each tile of queries converts its `sums` to dq. The other blocks sum the parts of split items:
+        // each item has 2 · `KEYS` · `columns` numbers, and a block sums 2048 of them.
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;
         let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {
