@@ -41,7 +41,8 @@ impl Tensor {
     }
 }
 
-/// A tensor, or a sequence of tensors; otherwise the description that [`describe`] returns.
+/// An argument that is a tensor or a sequence of tensors. For any other object, its description by [`describe`], which
+/// the error contains.
 pub struct Tensors(std::result::Result<Vec<tc::Tensor>, String>);
 
 impl Tensors {

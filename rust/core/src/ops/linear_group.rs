@@ -115,6 +115,7 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
         &inputs,
         || {
             let matrix = as_matrix(&x.raw)?;
+            // The base's result; zeros where a checkpoint recomputes only saved values, because y is not saved.
             let y = forward_unless_unread(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
             // Adds the low-rank products to `y` in place, and returns x Aᵀ.
             let hidden = low_ranks.add_to(&y, &matrix)?;

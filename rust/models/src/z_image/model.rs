@@ -122,7 +122,8 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // The mask (B, L) of the text tokens that attention reads; None if it reads all of them. L is `extent.text`.
+        // The mask (B, L) of the text tokens that attention reads: a text's own tokens, and its padding up to a
+        // multiple of 32. None if attention reads all L = `extent.text` tokens.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             // After a text's last token, the model's padding token replaces the embeddings of the padding. The mask
@@ -131,6 +132,7 @@ impl ZImageTransformer {
             let needs_mask = !conditions.rows_are_full;
             shown = needs_mask.then(|| self.positions.shown(lengths, extent.text)).transpose()?;
         }
+        // The image's position follows that of the last text token in `shown`.
         let angles = self.positions.angles(extent, shown.as_ref())?;
         // The order of the tokens is: image, padding of the image, text.
         let image_tokens = extent.padded_area();
@@ -315,6 +317,7 @@ impl Model for ZImageTransformer {
         let (height, width) = (size.height.div_ceil(PATCH), size.width.div_ceil(PATCH));
         let extent = Extent { height, width, text: size.tokens.next_multiple_of(MULTIPLE) };
         let (area, dim) = (extent.area(), self.config.dim);
+        // `outside` counts layers outside of blocks, and `each` counts blocks, which checkpoints may recompute.
         // A linear layer is counted with a pair: all input values of its tokens, and the number of the tokens.
         saved.outside(|saved| {
             self.t_embedder.saved(saved);

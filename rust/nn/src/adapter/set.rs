@@ -143,6 +143,7 @@ impl AdapterSet {
             let mut settings = AdapterSettings {
                 rank,
                 scale: given.scale,
+                // DoRA has one magnitude for each input or one for each output.
                 wd_on_output: !given.parameters.contains_key(PER_INPUT),
                 cayley_neumann_terms: given.cayley_neumann_terms,
                 ..AdapterSettings::default()
@@ -150,9 +151,11 @@ impl AdapterSet {
             if let Some(side) = OftSide::of(parameters.iter().map(|(name, _)| *name)) {
                 settings.oft_side = side;
                 // A row of OFT's parameter has the elements of one block's strict upper triangle.
+                // `size_of` computes the block's size from their number.
                 let elements = parameters.first().and_then(|(_, value)| value.dims().get(1)).copied();
                 settings.oft_block_size = elements.and_then(size_of).unwrap_or(settings.oft_block_size);
             }
+            // Adds this layer and its settings to `config`.
             config.describe(name, kind, &settings);
             planned.push(Planned { name, layer, kind, settings, values: parameters });
         }

@@ -4,8 +4,8 @@ use super::{UPSAMPLE_NEAREST2D, sources, upsample_nearest2d};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form for `x` (batch, height, width, channels) and `size` (height, width): `index_select` along height and
-/// along width.
+/// The plain form for `x` (batch, height, width, channels) and `size`, the (height, width) of the result:
+/// `index_select` along height and along width.
 fn plain(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     // For each output position along `axis` of `x`, the input position that it copies. `size` has no batch dimension,
     // so its sizes have the index of their axis minus 1.

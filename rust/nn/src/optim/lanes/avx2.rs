@@ -203,7 +203,7 @@ impl Registers for Avx2 {
     }
 
     /// Whether the lower 16 bits of any element, the fraction of a number, are below `limit`. The upper 16 bits are
-    /// not below it in any element, so the comparison of all 16-bit halves finds only lower ones.
+    /// not below it in any element, so the comparison of all 16-bit halves finds only lower halves.
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m256i; 4]) -> bool {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));

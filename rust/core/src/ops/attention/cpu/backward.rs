@@ -135,7 +135,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         // Elements of the gradients of a key head's keys and values.
         let size = keys * (self.widths[0] + self.widths[1]);
         if parts == 1 {
-            // Key heads for a task, so that it has at least about `TASK` multiplications.
+            // `par_ranges(len, grain, f)` calls `f` for pieces of 0..len that have `grain` indices each. Here these are
+            // the key heads of a task, so many that it has about `TASK` multiplications.
             let grain = TASK / (attention.group * attention.queries() * size).max(1);
             par_ranges(key_heads, grain, |range| {
                 let mut scratch = self.scratch();

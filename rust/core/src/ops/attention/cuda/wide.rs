@@ -16,15 +16,15 @@ use crate::{Raw, Result};
 const WIDEST: usize = 128;
 /// The most scores in memory at a time: 128 MiB in f32.
 const MOST_SCORES: usize = 1 << 25;
-/// The most elements (keys · value width) of a head's v for the `pairs` kernel: it counts three times as many in 32
-/// bits.
+/// The most elements (keys · value width) of a head's v for the `pairs` kernel. It writes three numbers for each
+/// element, and counts them in 32 bits.
 const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
     /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
     /// every 64 columns of the result. `width` is that of queries and keys, `value_width` that of values and the
-    /// result. False without keys, and for masked and causal attention, which only the plain kernel supports at this
-    /// width.
+    /// result. Both must be wide: narrow queries and keys make a score cheap, and narrow values repeat it seldom. False
+    /// without keys, and for masked and causal attention, which only the plain kernel supports at this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         // `scores` is the shape of the scores, (..., queries, keys).
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
@@ -43,10 +43,12 @@ impl Attention<'_> {
         let score_dtype = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, score_dtype)?)?;
         let sums = output(op, log_sums)?;
-        // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: for
-        // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so
-        // the result has three matrices of the size of v, one below the other. With a multiple of 8 keys, `pairs` pads
-        // neither v nor the rows of the probabilities, so the two fit together.
+        // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: the
+        // hi, hi and lo numbers of the row for a left factor (q, probabilities), the hi, lo and hi numbers for a right
+        // factor (k, v). A product of such rows sums hi·hi + hi·lo + lo·hi. The products with the probabilities sum
+        // over the keys, which are the rows of v, so the parts of v must be one below the other: `pairs` gets all of v
+        // as one row. It pads rows to a multiple of 8 numbers. With a multiple of 8 keys, it pads neither v
+        // nor the rows of the probabilities, so the two fit together.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

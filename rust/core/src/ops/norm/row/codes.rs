@@ -48,7 +48,7 @@ impl<'a> CodesNorm<'a> {
 pub(in crate::ops) struct CodesNormBackward(RowNormBackward);
 
 impl CodesNormBackward {
-    /// Adds to the gradient of the sum, from `grad`, the dense gradient of the norm's result.
+    /// Adds what the norm contributes to the gradient of the sum. `grad` is the gradient of the norm's result, dense.
     pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         self.0.run(context, grad)
     }
