@@ -52,15 +52,15 @@ template <typename T> __device__ __forceinline__ uint4 add_eight(uint4 x, uint4 
 }
 
 // out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j]. x is (rows, inner). w has `count` parts,
-// whose rows are the columns of out; `parts` has their scales. The rows of out and residual are `stride` elements apart. bias and residual
-// may be null.
+// whose rows are the columns of out; `parts` has their scales, their numbers of rows, and the first column of out of each part (`start`).
+// The rows of out and residual are `stride` elements apart. bias and residual may be null.
 // Sum is uint32_t for int8 codes and float for e4m3 codes. The instructions keep about 14 bits of their sums of e4m3 codes, so the sums of
 // stages are added in f32. A stage holds STEP values of k: ROWS rows of x (LEFT_BYTES bytes), then COLUMNS rows of w. A thread has SUMS
 // sums, because the 128 threads of a warpgroup share 64 rows by COLUMNS columns.
 template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct {
     static constexpr int ROWS = 128, STEP = 128, LEFT_BYTES = ROWS * STEP, STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP,
                          WORKERS = 2 * WARPGROUP, SUMS = COLUMNS / 2;
-    using Ring = Stages<STAGES, STAGE_BYTES, 2>;
+    using Ring = Stages<STAGES, STAGE_BYTES, /*CLUSTER=*/2>;
 
     T *out;
     const T *bias, *residual;
@@ -69,7 +69,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     const CodeParts &parts;
     uint32_t rows, inner, stride, count;
 
-    // A tile of the cluster: 256 rows, of which this block takes half, and COLUMNS columns of a part.
+    // A tile of the cluster: 256 rows, of which this block takes half, and COLUMNS columns of a part. `row` is the first row of this
+    // block's half, `column` the first column, counted from the start of the part.
     struct Tile {
         uint32_t row, part, column;
     };

@@ -6,6 +6,8 @@
 // The parameters are y = beta1 * average + (1 - beta1) * z, where z are the iterates and the average is over all steps' iterates. The first
 // step starts from z = y. `Settings::more` has warmup_steps, r and weight_lr_power. Four of the `states` are used: z, the second moment,
 // the sum of the steps' weights in the average, and the largest learning rate so far. The last two have one number each.
+// `elements.state` takes a state's buffer and number, and returns where the variable's values begin. `elements.clear` clears a gradient if
+// the step is to clear gradients.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
     const Settings &settings = by.settings;

@@ -86,14 +86,16 @@ class Chroma(FlowFamily[ChromaTexts]):
     text_tokens: ClassVar[int] = _TOKENS
     # The `scaling_factor` that the autoencoder must have.
     scaling: ClassVar[float | None] = 0.3611
+    # The end of the error message for a text encoder whose features do not fit the transformer.
     goes_with: ClassVar[str] = "Chroma goes with T5-XXL"
     model: ChromaTransformer
 
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
-        width = self.facts.parts["text_encoder"].config["d_model"]
-        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
+        produced = self.facts.parts["text_encoder"].config["d_model"]
+        read = self.facts.config["joint_attention_dim"]
+        return {"text_encoder": Features(produced=produced, read=read)}
 
     @property
     def distillation(self) -> str | None:

@@ -157,10 +157,11 @@ def interpolate(
         new = [size] * len(old) if isinstance(size, int) else list(size)
     if len(new) != len(old) or min(new, default=1) < 1:
         raise ArgumentError(f"interpolate: the size {new} does not fit the shape {input.shape}")
-    for dim, (before, after) in enumerate(zip(old, new, strict=True), 2):
+    for dim, (old_size, new_size) in enumerate(zip(old, new, strict=True), 2):
         # As torch does, multiply by the ratio in f32.
-        indices = np.floor(np.arange(after) * np.float32(before / after)).astype(np.int64)
-        indices = np.minimum(indices, before - 1)
+        ratio = np.float32(old_size / new_size)
+        indices = np.floor(np.arange(new_size) * ratio).astype(np.int64)
+        indices = np.minimum(indices, old_size - 1)
         input = input.index_select(dim, _core.tensor(indices, device=input.device))
     return input
 

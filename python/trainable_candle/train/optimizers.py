@@ -28,7 +28,7 @@ def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], fl
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
     return kind(
         parameters,
-        lr=config.rate,
+        lr=config.rate,  # the default of groups without a rate; here, each group has one
         stochastic_rounding=config.stochastic_rounding,
         states=HOST if config.states_on_host else DEVICE,
         **config.optimizer_arguments,

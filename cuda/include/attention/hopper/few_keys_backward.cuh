@@ -4,7 +4,7 @@
 
 #include "few_keys.cuh"
 
-// The backward pass, with three stages.
+// The backward pass, with three stages. Each has two inputs: a tile of q and, for the same queries, a tile of the result's gradients (d_o).
 template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // The sums of a group, dk and dv, are transposed, (columns, keys), and distributed over the group's threads. `SUM` is the number of
     // values of one sum in a thread. `PART` is the number of values of a part, which has the block's dk and dv of a head.
@@ -139,12 +139,12 @@ __device__ __forceinline__ void few_keys_finish(const float *parts, T *dk, T *dv
                                                 const AttentionShape &shape, const Schedule &schedule) {
     constexpr int D = FewKeysBackward<T>::D;
     const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, column = index % (D / 4) * 4, key = index / (D / 4) % FEW_KEYS;
-    // An item is a head of a sample.
+    // An item is a head of a sample, and all keys of a head are one tile.
     const uint32_t item = index / (D / 4) / FEW_KEYS;
     T *const to = blockIdx.y == 0 ? dk : dv;
     if (to == nullptr || item >= schedule.items || key >= shape.keys || column >= shape.width) return;
     const Strides &strides = blockIdx.y == 0 ? dk_strides : dv_strides;
-    const Task task(item, 1, shape.heads);
+    const Task task(item, /*tiles=*/1, shape.heads);
     // The first and the last block that have steps of the head.
     const uint32_t first = schedule.owner(item * schedule.steps), last = schedule.owner((item + 1) * schedule.steps - 1);
     parts += (blockIdx.y * FEW_KEYS + key) * D + column;

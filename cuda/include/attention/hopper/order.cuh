@@ -29,7 +29,7 @@ template <int M> struct Order {
         __device__ __forceinline__ bool next(const Order &order, Span &span) { return ScheduleWalk::next(order.schedule, span); }
     };
 
-    // The tile of keys of an item.
+    // The tile of keys of an item: `tile` is its index within its head, `index` the index of the head over (batch, heads).
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
     // The tile of queries of the first step of tile `tile` of keys. From there, the steps go through all tiles of queries; the first tile
@@ -48,6 +48,7 @@ template <int M> struct Order {
         __device__ __forceinline__ void advance(const Order &order) {
             if (++tile == order.schedule.steps) tile = 0;
         }
+        // The current tile of queries, in the head of the tile `keys`.
         __device__ __forceinline__ Task queries(const Order &, Task keys) const {
             keys.tile = tile;
             return keys;
@@ -91,7 +92,7 @@ template <int M> struct Order {
 
     // Describes the split item with index `index` among the split items. Always returns true, unlike `Shares::split`.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
-        split.item = schedule.whole + index;
+        split.item = schedule.whole + index; // the first `whole` items are not split
         split.first = schedule.first_block(split.item, split.count);
         return true;
     }

@@ -80,6 +80,7 @@ impl<T: Real> WithSimd for Outer<T> {
             } else {
                 (self.m - i, self.a_rest, lanes)
             };
+            // `Run::WHOLE`: the tile sums over all `k` in one run, from the start of both operands.
             // SAFETY: the caller of `run` guarantees that the operands and the result are valid.
             unsafe {
                 let c = Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c };

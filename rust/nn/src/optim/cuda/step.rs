@@ -72,8 +72,8 @@ impl Groups {
     }
 
     /// Begins a step of the groups with the indices `groups`. The kernel `<kernel>_prepare` increments their step
-    /// counters and computes their coefficients. The step will divide gradients by `loss_scale`. If `norm` (f64) is
-    /// non-finite, the step is skipped: counters and variables do not change.
+    /// counters and computes their coefficients. The step will divide gradients by `loss_scale`. If `norm`, a norm of
+    /// the gradients (f64), is non-finite, the step is skipped: counters and variables do not change.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no room for the groups, [`Error::Device`] if `norm` or `loss_scale` is on
@@ -413,7 +413,8 @@ mod tests {
     #[test]
     fn neighbours_in_flat_buffers_share_a_segment() {
         // Variables of 300 and 5 elements: their f32 parameters, f32 gradients and bf16 copies are neighbours. The
-        // addresses are arbitrary. The states of the first variable take two blocks, 0 and 1.
+        // addresses are arbitrary. The states of the first variable take two blocks, 0 and 1. The variables are in
+        // groups 2 and 3, which are 0 and 1 relative to the first group, 2.
         let second = [4096 + 300 * 4, 8192 + 300 * 4, 1024 + 300 * 2];
         let places = [place([4096, 8192, 1024], 300, 0, 2), place(second, 5, 2, 3)];
         let work = Work::cut(&places, [4, 4, 2], 256, 2);

@@ -123,8 +123,9 @@ struct Axis {
 }
 
 impl Sizes {
-    /// The windows in the image that the pixels of the result read. As [`Windows`] requires, `upper` counts from the
-    /// last pixel of the image.
+    /// The windows in the image that the pixels of the result read. As [`Windows`] requires, `lower` and `upper` are
+    /// the positions of the first kernel tap in the first and in the last window; `upper` counts from the last pixel of
+    /// the image.
     fn windows(&self) -> Windows {
         let bounds = |i: usize| {
             let padding = i64::from(self.padding[i]);
@@ -216,7 +217,8 @@ pub(super) fn forward(
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
     // The two blocks of a cluster need the same weights; each copies one half of them. A copy has STEP channels of one
-    // kernel tap, for half of a tile's output channels. The forward pass has one phase, so one map of windows.
+    // kernel tap, for half of a tile's output channels. The forward pass has one phase, so one map of windows. A copy
+    // of windows has STEP channels of the pixels that one kernel tap reads for the `rows` pixels of a tile.
     let maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
         windows: [

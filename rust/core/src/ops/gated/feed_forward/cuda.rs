@@ -103,8 +103,9 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
         number: count32(OP, column_blocks)?,
     };
     let function = gpu.function(&SWIGLU_FEED_FORWARD_HIDDEN, suffix(OP, dtype)?)?;
+    let elements_per_thread = 4;
     // SAFETY: the tensors are dense and of these sizes.
-    unsafe { function.launch(OP, gpu, Shape::flat(count, 4), arguments) }?;
+    unsafe { function.launch(OP, gpu, Shape::flat(count, elements_per_thread), arguments) }?;
     Ok((unit, outer_hidden))
 }
 
@@ -189,10 +190,11 @@ pub fn backward(
         rows: rows32,
         width: width32,
     };
-    // A thread computes four elements, of one of the three factors' gradients or of `hidden_grad`.
-    let threads = (3 * RANK * width + 2 * RANK * rows) / 4;
+    // The work is counted in groups of four elements, of one of the three factors' gradients or of `hidden_grad`. A
+    // thread computes one group.
+    let groups = (3 * RANK * width + 2 * RANK * rows) / 4;
     // SAFETY: the tensors are dense and of these sizes, and nothing else has the memory of the sums.
-    unsafe { function.launch(OP, gpu, Shape::flat(threads, 1), arguments) }?;
+    unsafe { function.launch(OP, gpu, Shape::flat(groups, 1), arguments) }?;
     for ((index, _, grad_dtype), (sum, buffer, is_in_place)) in factors.into_iter().zip(sums) {
         match buffer {
             Some(_) if is_in_place => {}
