@@ -43,6 +43,9 @@ fn training(device: &Device) -> (Vec<Var>, Function) {
     (weights, Box::new(step))
 }
 
+/// Makes a training step on a batch, whose index is the first argument, and returns the outputs.
+type Call = Box<dyn FnMut(usize, &[Tensor; 2]) -> Vec<Tensor>>;
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
@@ -51,7 +54,7 @@ fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
     let run = |is_captured: bool| {
         let (weights, step) = training(&device);
         let mut results = Vec::new();
-        let mut call: Box<dyn FnMut(usize, &[Tensor; 2]) -> Vec<Tensor>> = if is_captured {
+        let mut call: Call = if is_captured {
             let mut captured = Captured::new(&device, step, &[&batches[0][0], &batches[0][1]]).unwrap();
             Box::new(move |index: usize, [x, target]: &[Tensor; 2]| {
                 let outputs = captured.call(&[x, target]).unwrap();
