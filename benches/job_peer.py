@@ -1,6 +1,6 @@
 """Time the phases of `gpu_job.py` in diffusers, transformers and peft.
 
-python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
+python benches/job_peer.py FOLDER MODEL [--steps 30] [--guidance 6.0] [--device cuda] [--side 1024]
 
 FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and its subfolder
 `images` the images. The folder of SDXL is a complete pipeline. Those of the other models lack the

@@ -145,7 +145,8 @@ def main() -> None:
     count = sum(p.numel() for p in model.parameters()) / 1e6
     characters = sum(map(len, texts)) / 1e6
     print(f"{count:.1f} M parameters; {characters:.0f} M characters, {len(ids) / 1e6:.1f} M tokens")
-    train(model, rows, given.seconds, 2 if given.tiny else 32, device)
+    batch = 2 if given.tiny else 32
+    train(model, rows, given.seconds, batch, device)
     model.to(torch.bfloat16).save_pretrained(given.folder)
     tokenizer.save_pretrained(given.folder)
 

@@ -1,4 +1,4 @@
-// Tiles in shared memory for the tensor cores, and the copies that fill them.
+// For convolutions on the tensor cores: tiles in shared memory, and the copies that fill them.
 //
 // A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight chunks of 16 bytes; chunk c of row r is stored
 // as chunk c ^ (r mod 8) of the row. This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight
@@ -9,6 +9,8 @@
 //   result[pixel, n] = sum over kernel taps (a, b) and source channels c of source[the pixel that tap (a, b) meets, c] * weight
 // `gather.channels` is the number of source channels c, and `gather.results` that of result channels n. For the gradient of the
 // input, the source is the gradient of the output, so c is an output channel of the convolution and n an input channel.
+// Of an axis, `gather.y` or `gather.x`: `taps` is the number of taps, `source` the number of source pixels, `move` the distance
+// between the source pixels that neighbouring taps read. Tap a is tap `tap_first + tap_every * a` of the convolution kernel.
 #pragma once
 
 #include "geometry.cuh"

@@ -198,6 +198,7 @@ fn a_graph_can_be_replayed_with_other_segments() {
             .map(|x| Ok(trainable_candle_core::Var::from_tensor(x)?.as_tensor().clone()))
             .collect::<Result<Vec<_>>>()?;
         let y = varlen_attention(&leaves[0], &leaves[1], &leaves[2], cu_seqlens, None, None)?;
+        // The gradient of the sum is 1 (None), and the graph is not retained (false).
         let grads = grad(&y.sqr()?.sum_all()?, &leaves.iter().collect::<Vec<_>>(), None, false)?;
         Ok(std::iter::once(y.detach()).chain(grads.into_iter().flatten()).collect())
     };
@@ -228,7 +229,9 @@ fn a_graph_can_be_replayed_with_other_segments() {
 fn bounds_out_of_order_or_range_are_an_error_when_a_value_is_read() {
     let device = gpu().unwrap();
     let x = random(&[200, 2, 64], 1.0, DType::BF16).to_device(&device).unwrap();
+    // Bounds must begin at 0, must not decrease, and end at 200, the number of rows, at most.
     for wrong in [[0, 150, 100], [0, 100, 201], [1, 100, 200], [0, -5, 200], [0, i64::MAX, i64::MIN]] {
+        // With a window of 7 keys and the default scale.
         let attend = || varlen_attention(&x, &x, &x, &bounds(&wrong, &device)?, Some(7), None)?.sum_all()?.item();
         assert!(matches!(attend(), Err(Error::Index { .. })), "{wrong:?}");
     }

@@ -3,7 +3,7 @@
 //! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
 //! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors whose keys
 //! start with the same name are a *module*. A module is the adapter of one layer, or the joined adapters of several
-//! layers whose weights are one matrix in the original checkpoint.
+//! layers whose weights are one matrix in the original checkpoint, the file in which the model's authors published it.
 
 mod alpha;
 mod fused;

@@ -30,14 +30,15 @@ impl EncoderLayer {
     /// A layer with the parameters below `weights`.
     pub(super) fn new(config: &CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, wide, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
+        let has_bias = true;
         Ok(Self {
             layer_norm1: weights.layer_norm("layer_norm1", dim, eps)?,
-            projections: weights.linear_group(&PROJECTIONS.map(|name| (name, dim)), dim, true, Init::Kaiming)?,
-            out_proj: weights.linear("self_attn.out_proj", dim, dim, true)?,
+            projections: weights.linear_group(&PROJECTIONS.map(|name| (name, dim)), dim, has_bias, Init::Kaiming)?,
+            out_proj: weights.linear("self_attn.out_proj", dim, dim, has_bias)?,
             heads: config.num_attention_heads,
             layer_norm2: weights.layer_norm("layer_norm2", dim, eps)?,
-            fc1: weights.linear("mlp.fc1", dim, wide, true)?,
-            fc2: weights.linear("mlp.fc2", wide, dim, true)?,
+            fc1: weights.linear("mlp.fc1", dim, wide, has_bias)?,
+            fc2: weights.linear("mlp.fc2", wide, dim, has_bias)?,
             activation: config.hidden_act,
         })
     }
@@ -62,6 +63,7 @@ impl EncoderLayer {
         // Numbers of values: of the hidden states, and between the two linear layers of the feed-forward network.
         let (states, between) = (tokens * dim, tokens * wide);
         // In the calls below, a pair has the number of values of a linear layer's input and the number of tokens.
+        // Under full checkpointing, the backward pass recomputes the layer alone, not together with the previous one.
         let recomputed_with_previous = false;
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.
@@ -69,12 +71,14 @@ impl EncoderLayer {
             // The projections' input is the result of a norm, which is cheap to recompute.
             let cheap = true;
             saved.layers(&self.projections.layers(), (states, tokens), cheap);
+            // Counts the operations of attention from all tokens to all tokens, and no values.
             saved.attention(tokens, tokens, dim);
             // Attention keeps queries, keys, values and its result.
             saved.keep(4 * states);
             saved.linear(&self.out_proj, (states, tokens));
             // The input of the second norm.
             saved.keep(states);
+            // The inputs of `fc1` and `fc2` are results of a norm and of the activation, which are cheap to recompute.
             saved.cheap_linear(&self.fc1, (states, tokens));
             // The input of the activation.
             saved.keep(between);

@@ -233,6 +233,7 @@ impl Plan {
             m: self.m,
             n: self.n,
             k: self.k,
+            // `inner` is the stride along k, `outer` the stride along m or n.
             a: Side { ptr: a.as_ptr(), outer: self.a[0], inner: self.a[1] },
             b: Side { ptr: b.as_ptr(), outer: self.b[1], inner: self.b[0] },
             c,

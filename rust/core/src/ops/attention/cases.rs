@@ -92,7 +92,9 @@ pub(super) fn packed() -> Vec<Case> {
     ]
 }
 
-/// The settings of a case of normed attention. The projections are the case's inputs; the other operands are fixed.
+/// The settings of a case of normed attention. A stream is a sequence of tokens for each sample, such as the text or
+/// the image; the tokens of all streams attend to each other. The streams' projections are the case's inputs; the other
+/// operands are fixed.
 #[derive(Clone, Copy)]
 struct NormedCase {
     heads: usize,

@@ -66,7 +66,7 @@ impl Ternary for TimesExpDifference {
 struct LogsumexpBackward {
     reduction: Reduction,
     x: Saved,
-    /// The result in the accumulator dtype; the reduced dimensions have size 1.
+    /// The result in the accumulator dtype (f64 for f64, otherwise f32); the reduced dimensions have size 1.
     result: Saved,
 }
 

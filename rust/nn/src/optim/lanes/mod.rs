@@ -58,7 +58,8 @@ pub(super) trait Lanes: Copy {
     /// The largest of the values, which must be at least 0.
     fn largest(self, x: Self::Values) -> f32;
 
-    /// Looks up the values of the first `4 * WIDTH` codes, unless [`part`](Self::part) looks them up.
+    /// Looks up the values of the first `4 * WIDTH` codes, or does nothing in an implementation whose
+    /// [`part`](Self::part) looks them up.
     fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded;
     /// Returns the values of the `WIDTH` codes from `index * WIDTH` on; `index` is less than 4. `decoded` is what
     /// [`decode`](Self::decode) has returned for `codes`.
@@ -73,7 +74,8 @@ pub(super) trait WithLanes {
     fn run<L: Lanes>(self, lanes: L);
 }
 
-/// Runs an operation with the [`Lanes`] of the widest registers that this processor has.
+/// Runs an operation with the [`Lanes`] of the widest registers that this processor has. The method `run` of `Avx512`
+/// and `Avx2` runs the operation with the instruction set enabled.
 pub(super) fn with_lanes(operation: impl WithLanes) {
     #[cfg(target_arch = "x86_64")]
     {

@@ -66,6 +66,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
 /// The gradients of the weights between some input channels and some output channels of a group.
 struct Task<'a> {
     geometry: &'a Geometry,
+    /// For height and width: which pixels of the image the positions of the result read at each kernel tap.
     axes: &'a [Axis; 2],
     shape: TileShape,
     group: usize,
@@ -83,6 +84,7 @@ impl Task<'_> {
         let first_channel = group * geometry.channels_per_group() + self.channels.start;
         let first_out = group * geometry.out_channels_per_group() + outs.start;
         let image_len = height * width * geometry.channels;
+        // Rectangles of positions of the result. Each reads one part of the image, which is copied.
         let rects = rects(self.axes, channels);
         let largest_copy = rects.iter().map(|rect| Patch::new(self.axes, rect, channels).len()).max().unwrap_or(0);
         let positions = rects.iter().map(|rect| rect.lines.len() * rect.columns.len()).max().unwrap_or(0);
@@ -143,6 +145,8 @@ impl Task<'_> {
         // By line, the first tap stands for all taps of its line.
         let columns = if is_by_line { 1 } else { kernel_width };
         let len = if is_by_line { kernel_width * channels } else { channels };
+        // `i` and `j` are a tap's indices in the kernel. `line` and `column` are the place in the copy that the first
+        // result position reads at this tap.
         self.axes[0]
             .copied_taps()
             .flat_map(|(i, line)| self.axes[1].copied_taps().take(columns).map(move |(j, column)| (i, line, j, column)))

@@ -68,9 +68,9 @@ fn choose(kind: Codes, rows: usize, parts: &[CodePart], most_clusters: usize) ->
 }
 
 /// Writes x Wᵀ plus the addends to `y`, where x and W are matrices of codes and W consists of the rows of the first
-/// `count` parts. An element of y is
-/// the sum of products of codes, times the scales of its row and column, plus the bias, rounded; then the residual is
-/// added. Returns false if the device or the dtype is not supported, or if cuBLASLt is expected to be faster.
+/// `count` parts. An element of y is the sum of products of codes, times the scales of its row and column, plus the
+/// bias, rounded; then the residual is added. Returns false if the device or the dtype is not supported, if the build
+/// has no compiled code of the kernels (an empty image), or if cuBLASLt is expected to be faster.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
