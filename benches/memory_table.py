@@ -111,6 +111,7 @@ def _line(model: str, gib: int, gpu: str, plan: Plan | None, budget: Budget) -> 
         return f"| {model} | {card} | does not fit | | | | |"
     estimate = plan.estimate
     host = f"{estimate.host / GIB:.1f} GiB" if estimate.host else ""
+    # `highest` is the name of the phase with the peak.
     needs = f"{estimate.peak / GIB:.1f} GiB | {estimate.highest} | {host}"
     return f"| {model} | {card} | {_chosen(plan)} | {needs} | {step_seconds(plan, budget):.2g} s |"
 

@@ -72,7 +72,7 @@ class FluxTexts:
 
         L is the family's `text_tokens`; shorter captions are padded.
         """
-        rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]
+        rows = [self._tokenizer.chunks(caption, most=1)[0] for caption in captions]
         states = self._clip(tc.tensor(rows, device=self._device)).last_hidden_state
         # Pool here: the result `pooled` of a CLIP-L that was made for another model may be
         # projected, and Flux's is not. The pooled features are those of the first end token.

@@ -242,7 +242,7 @@ def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any])
         rank: the rank of the LoRA.
         name: the layer's name in the file.
         config: diffusers' settings. Their names start with the part of the pipeline, such as
-            `unet.`, or have no prefix.
+            `unet.r` (the rank, which every part with settings has), or have no prefix.
     """
     if alpha is not None:
         return float(alpha) / rank

@@ -25,8 +25,9 @@ PROMPT_ENDINGS: Final = (".txt",)
 def paths_from_file(name: str, value: Any, folder: Path) -> Any:
     """Make paths that are relative to a settings file's folder relative to the current folder.
 
-    If `folder` is absolute, the paths become absolute. Absolute paths do not change, nor do values
-    that are not paths: `latest` and `auto` of `resume`, names of models on the hub, and prompts.
+    If `folder` is absolute, the paths become absolute. Absolute paths and paths that begin with
+    `~` do not change, nor do values that are not paths: `latest` and `auto` of `resume`, names of
+    models on the hub, and prompts.
 
     Args:
         name: the name of a setting with paths.
@@ -50,8 +51,8 @@ def paths_from_file(name: str, value: Any, folder: Path) -> Any:
 def paths_for_file(name: str, value: Any, folder: Path) -> Any:
     """Make paths relative to `folder`, the folder of a settings file; inverts `paths_from_file`.
 
-    Absolute paths do not change, except for the path in `output`: the output folder moves with the
-    file.
+    Absolute paths and paths that begin with `~` do not change, except for the path in `output`: the
+    output folder moves with the file.
     """
 
     def change(text: str) -> str:

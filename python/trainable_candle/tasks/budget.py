@@ -111,7 +111,7 @@ class Budget:
         """Return the bytes of host memory of each process, with its share of streamed weights.
 
         Weights that are streamed from other GPUs count, too: they take host memory while a model is
-        loaded.
+        loaded. On the CPU, `estimate.host` is 0: all memory counts as the device's.
         """
         streamed = _streamed(estimate) if estimate.host else 0
         return estimate.host - streamed + streamed / self.sharing

@@ -27,7 +27,8 @@ const CPU: Device = Device::Cpu;
 const BYTES_PER_VALUE: usize = 4;
 /// The sample for the diffusion transformers.
 const SIZE: SampleSize = SampleSize { height: 24, width: 16, tokens: 40 };
-/// The number of tokens that the latents of this sample become, 12 × 8.
+/// The number of tokens that the latents of this sample become: 12 × 8 patches of 2 × 2. Models that read tokens
+/// read 64 values of each (Flux.2: 128), the default of their `in_channels`.
 const IMAGE_TOKENS: usize = 96;
 /// Kept bytes are counted for the whole process, so one test measures at a time.
 static MEASURING: Mutex<()> = Mutex::new(());

@@ -98,7 +98,7 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
 }
 
 // Writes dq from its sums in f32, and dk and dv of split items from their parts. Each of the first blocks takes a tile of M queries; each
-// block after them takes 2048 values of dk or dv of one split item. Gradients that are null are not written.
+// block after them takes 2048 values of dk or dv of one split item, a tile of KEYS_AT_ONCE keys. Gradients that are null are not written.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
@@ -110,8 +110,8 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape.heads);
         dq = dq_strides.matrix(dq, task.batch, task.head);
         const float scale = static_cast<float>(shape.scale);
-        // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64, one for each half of
-        // the columns if D = 128. An array has eight columns of all 64 queries, then the next eight columns.
+        // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64 (M = 128), one for
+        // each half of the columns if D = 128 (M = 64). An array has eight columns of all 64 queries, then the next eight columns.
         constexpr int ARRAY = 64 * 64;
         sums += uint64_t(blockIdx.x) * 2 * ARRAY;
 #pragma unroll

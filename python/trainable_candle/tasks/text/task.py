@@ -169,7 +169,7 @@ class TextTask:
         return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
 
     def attach(self, fresh: bool = True) -> Adapters:
-        """See `Task.attach`."""
+        """Attach the adapter, and initialise it if `fresh`; see `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets, family.formats))
         starts = start_adapter(adapter, family, fresh)

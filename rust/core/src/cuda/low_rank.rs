@@ -85,15 +85,15 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         let has_separate_dst = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
         let is_alike =
             direction_and_sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
-        // In the backward pass, each block computes all terms in turn, so all must add to the same dst.
+        // In the backward pass, each block computes all terms in turn, so all must add to the same dst. The direction
+        // is inferred from the layout of the factors: a forward pass with transposed factors counts as backward.
         let has_first_dst = dst_at == first_dst_at;
         if !is_aligned || !has_separate_dst || !is_alike || (direction == Direction::Backward && !has_first_dst) {
             return Ok(false);
         }
     }
-    // In the forward pass the terms run concurrently, so no two terms may add to the same columns. The direction is
-    // inferred from the layout of the factors: a forward pass with transposed factors counts as backward, so its terms
-    // must have the same dst.
+    // In the forward pass the terms run concurrently, so no two terms may add to the same elements. It suffices
+    // to compare the first rows of their dsts, because the callers pass column ranges of one matrix.
     let row_bytes = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut dst_addresses: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
     dst_addresses.sort_unstable();
@@ -168,9 +168,8 @@ impl<'a> Addition<'a> {
     fn of(&[dst, hidden, up]: &[&'a Raw; 3], alpha: f64) -> Result<Option<Self>> {
         let (dtype, rank) = (dst.dtype(), up.dims()[0]);
         let all = [dst, hidden, up];
-        let (&[rows, outer], is_half) = (dst.dims(), matches!(dtype, DType::F16 | DType::BF16)) else {
-            return Ok(None);
-        };
+        let is_half = matches!(dtype, DType::F16 | DType::BF16);
+        let &[rows, outer] = dst.dims() else { return Ok(None) };
         let has_supported_sizes = rank.is_multiple_of(TILE)
             && (1..=MOST_TILES).contains(&(rank / TILE))
             && outer.is_multiple_of(STEP)
@@ -178,6 +177,7 @@ impl<'a> Addition<'a> {
         if !is_half || !has_supported_sizes || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
             return Ok(None);
         }
+        // Which axis of `up` is contiguous tells the direction. With the axes exchanged, it is stored as (outer, rank).
         let by_columns = row_distance(&[up.stride()[1], up.stride()[0]]).map(|row| (Direction::Forward, row));
         let by_rows = || row_distance(up.stride()).map(|row| (Direction::Backward, row));
         let (Some((direction, up_row)), Some(hidden_row), Some(dst_row)) =
@@ -205,7 +205,8 @@ impl<'a> Addition<'a> {
             && self.tiles.len() + other.tiles.len() <= MOST_TILES
     }
 
-    /// Whether one launch can compute both: they have the same sizes, distances between rows, scale and layout of `up`.
+    /// Whether both suit one launch, whatever their dst: they have the same number of rows, distances between rows,
+    /// scale and layout of `up`.
     fn is_like(&self, other: &Self) -> bool {
         self.direction == other.direction && self.sizes == other.sizes
     }
@@ -215,8 +216,8 @@ impl<'a> Addition<'a> {
         [self.at, self.at + Address::from(self.outer) * self.dst.dtype().size_in_bytes() as Address]
     }
 
-    /// Whether one launch can compute all of `together`. If there are several, they must have equally many tiles, and
-    /// add to different columns of one matrix.
+    /// Whether one launch can compute all of `together`. If there are several, they must be [alike](Self::is_like),
+    /// have equally many tiles, and add to different columns of one matrix.
     fn fit(together: &[Self]) -> bool {
         let [first, others @ ..] = together else { return true };
         let mut first_rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
@@ -241,7 +242,7 @@ impl<'a> Addition<'a> {
         let function = gpu.named(name, &first.tiles.len().to_string(), suffix(OP, first.dst.dtype())?)?;
         let (mut list, mut blocks) = ([LowRankSum::default(); MOST_SUMS], 0);
         for (sum, place) in together.iter().zip(&mut list) {
-            // `end` is the number of the first block (in x) after those of the sum.
+            // The blocks of all sums are numbered along x. `end` is the number of the first block after those of `sum`.
             blocks += sum.outer.div_ceil(ADD_BLOCK[1] as u32);
             (place.dst, place.outer, place.end) = (sum.at, sum.outer, blocks);
             place.tiles[..sum.tiles.len()].copy_from_slice(&sum.tiles);

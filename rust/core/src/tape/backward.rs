@@ -77,7 +77,7 @@ impl BackwardContext<'_> {
     /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first `grad` of an input is
     /// kept without a copy, and may be a strided view; later ones are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
-        self.add_pending(index, Pending::new(grad, false))
+        self.add_pending(index, Pending::new(grad, /* owned */ false))
     }
 
     /// As [`add`](Self::add), with a gradient that says whether its storage may be changed (`owned`).
@@ -110,7 +110,7 @@ impl BackwardContext<'_> {
             return compute::copy_into(&view, grad);
         }
         let Some(pending) = self.reach(index).and_then(|id| self.table.get_mut(&id)) else { return Ok(()) };
-        pending.complete()?;
+        pending.complete()?; // Sets elements that are not written yet to zero.
         if !pending.owned {
             pending.sum = raw::own_copy(&pending.sum)?;
             pending.owned = true;
@@ -171,7 +171,7 @@ impl BackwardContext<'_> {
             Some(pending) => pending.add(&compute::product(a, b, alpha, dtype)?.reshape(dims)?),
             None => {
                 let sum = compute::product(a, b, alpha, dtype)?.reshape(dims)?;
-                self.table.insert(id, Pending::new(sum, true));
+                self.table.insert(id, Pending::new(sum, /* owned */ true));
                 Ok(())
             }
         }
@@ -235,7 +235,7 @@ impl BackwardContext<'_> {
             return compute::low_rank(&terms, scales);
         }
         for LowRankTerm { input, down, up, hidden } in &terms {
-            compute::write_products(&[[hidden, input, down]], scales[0], false)?;
+            compute::write_products(&[[hidden, input, down]], scales[0], /* accumulate */ false)?;
             self.add_product(index, &dims, dtype, [hidden, up], scales[1])?;
         }
         Ok(())
@@ -288,7 +288,7 @@ fn differentiate(
     let _no_grad = no_grad();
     let mut table: FxHashMap<u64, Pending> = FxHashMap::default();
     let mut heap = BinaryHeap::new();
-    table.insert(root.id(), Pending::new(seed, false));
+    table.insert(root.id(), Pending::new(seed, /* owned */ false));
     heap.push(Youngest(root.clone()));
     let mut queued: FxHashSet<u64> = std::iter::once(root.id()).collect();
     let mut interrupt = Interrupt::new();

@@ -23,6 +23,7 @@ pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_b
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.
 pub(super) fn growth(base: &Base<'_>, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
+    // The merged weight of plain LoRA is W + s B A.
     let Some(kind) = KINDS.iter().find(|kind| kind.name == "lora") else {
         return Err(Error::Config("there is no kind of adapter \"lora\"".into()));
     };

@@ -28,6 +28,7 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         let weight = weight.narrow(0, group * (out / groups), out / groups)?;
         let mut sum: Option<Tensor> = None;
         for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
+            // The arguments of `strided` are a dimension, the first index, the number of indices, and their distance.
             let lines = image.strided(1, i * dilation[0], positions(0), stride[0] as isize)?;
             let pixels = lines.strided(2, j * dilation[1], positions(1), stride[1] as isize)?;
             let tap = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, channels))?;
@@ -49,7 +50,8 @@ fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Cas
 }
 
 /// Cases of convolutions of x[0] with frozen weight and bias, plus the addend x[1]. The arguments of `case` are the
-/// label, the shapes of x[0] and x[1], the height and width of the kernel, and whether there is a bias.
+/// label, the shapes of x[0] and x[1], the height and width of the kernel, and whether there is a bias. `frozen` makes
+/// a constant of the given shape, with the dtype of x[0].
 fn add_cases() -> Vec<Case> {
     let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {
         let padding = [kernel / 2; 2];

@@ -64,12 +64,15 @@ pub fn rms_norm_rope(
             )?;
             Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },
+        // `save` keeps an input, `save_raw` another value. `hold` keeps a parameter, which is in memory anyway and does
+        // not count as saved.
         |saver, _, statistics| RmsNormRopeBackward {
             x: saver.save(x),
             rstd: saver.save_raw(&statistics[0]),
             tables: [saver.hold(cos), saver.hold(sin)],
             order,
             interleaved,
+            // The backward pass does not recompute the result, so it reads the weight only for the gradient of `x`.
             affine: affine.save(saver, /* recomputes */ false),
         },
     )
