@@ -11,8 +11,8 @@ succeeds; otherwise it makes the text longer by 1 % until a step fails. It tries
 Each line has the longest text with which a step succeeded, the measured peak of the tensors, and
 the seconds of this step.
 
-unsloth publishes the same figures: <https://docs.unsloth.ai/basics/long-context>, 2,972, 21,848,
-40,724 and 78,475 tokens in 8, 12, 16 and 24 GB.
+For comparison, unsloth publishes 2,972, 21,848, 40,724 and 78,475 tokens in 8, 12, 16 and 24 GB
+(<https://docs.unsloth.ai/basics/long-context>).
 """
 
 from __future__ import annotations

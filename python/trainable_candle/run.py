@@ -435,7 +435,8 @@ def _in_steps(
 ) -> TrainConfig:
     """Return the settings, with their epochs converted to steps of `size` processes."""
     epochs = config.epochs or 0
-    # Epochs count from 0, so this is the number of batches in `epochs` epochs.
+    # `first_batch(n)` is the number of the first batch of epoch n. Batches and epochs count from 0,
+    # so this is the number of batches in the epochs 0 to `epochs` - 1.
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))
     report(f"epochs: {epochs} of {counted(len(data), noun)}: {counted(steps, 'step')}")

@@ -21,7 +21,8 @@ struct Conv2dShape {
 
 // One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. The result pixels
 // are every `every`-th pixel of the result, from the coordinate `first` on: all pixels in the forward pass (first = 0, every =
-// 1), those of one phase in the gradient of the input. So number i of them has the coordinate `first + every * i`. Tap a has
+// 1), those of one phase in the gradient of the input. A phase is the pixels whose coordinates have the same remainder modulo the
+// stride (first = the remainder, every = the stride). So result pixel number i has the coordinate `first + every * i`. Tap a has
 // the coordinate `tap_first + tap_every * a` in the convolution kernel. For result pixel i, tap a reads the source at the
 // coordinate `origin + step * i + move * a`, which may be outside the source; such taps add nothing.
 struct Axis {

@@ -101,7 +101,7 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
 }
 
 /// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each pair of a term and its
-/// dst, which has shape (rows, outer). On CUDA one launch computes all terms if a kernel supports them.
+/// dst, which has the shape of hidden · up. On CUDA one launch computes all terms if a kernel supports them.
 ///
 /// # Errors
 /// As [`write_products`].

@@ -119,6 +119,7 @@ fn a_query_that_sees_no_key_gives_zeros_and_no_gradient() {
     let mask = Tensor::from_vec(vec![1u8, 1, 0, 0, 0, 0, 1, 1, 1], (3, 3), &Device::Cpu).unwrap();
     let found = run(&inputs, |x| attention(&x[0], &x[1], &x[2], Some(&mask), false, None));
     assert!(found.iter().flatten().all(|x| x.is_finite()));
+    // Query 1 sees no key: its elements 4 to 7 are 0 in the result (`found[0]`) and in the gradient of the queries.
     assert!(found[0][4..8].iter().chain(&found[1][4..8]).all(|x| *x == 0.0));
     assert!(found[0][..4].iter().any(|x| *x != 0.0));
 }

@@ -1,6 +1,6 @@
 //! The functions of `trainable_candle.nn.functional` except norms and losses. If torch has a function, its argument
-//! names and tensor layouts are torch's. Each runs in `compute`, which also takes a number of elements from which it
-//! judges how long the call takes: a long one releases the GIL.
+//! names and tensor layouts are torch's. Each function runs in `compute`, which also takes a number of elements
+//! from which it judges how long the call takes: a long one releases the GIL.
 
 use pyo3::prelude::*;
 // The aliases avoid the names of the functions below.

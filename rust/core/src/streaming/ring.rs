@@ -133,6 +133,7 @@ impl Ring {
     fn share(self: &Arc<Self>, units: &[Unit], unit_weights: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
         // For each unit and each dtype, the unit's range of bytes in the shared memory.
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
+        // The bytes of the shared memory that are taken so far.
         let mut end = 0;
         for (weights, unit) in unit_weights.iter().zip(units) {
             let packing = unit.packing(weights)?;
@@ -143,6 +144,7 @@ impl Ring {
             };
             ranges.push(packing.dtypes().into_iter().map(range).collect());
         }
+        // `pages` is the shared memory in the process that writes it, and `None` in the others.
         let fill = |mut pages: Option<&mut Pages>| {
             for (index, (weights, unit)) in unit_weights.into_iter().zip(units).enumerate() {
                 let packing = unit.packing(&weights)?;

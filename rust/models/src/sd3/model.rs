@@ -98,6 +98,7 @@ impl SD3Transformer {
         let (dtype, dim) = (self.dtype(), self.config.inner_dim());
         let patches = self.patch_embed.forward(&hidden_states.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
         let tokens = patches.reshape((batch, height * width, dim))?;
+        // An image takes the positions in the middle of the table, which is square.
         let image = tokens.add(&self.positions.middle(height, width)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;

@@ -19,11 +19,12 @@ pub(super) fn layout(
     let has_level = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // The index in the file of the level that the decoder runs first. Diffusers' converter gives it index 3, even if
-    // there are fewer than 4 levels. So this is the largest index in an existing file.
-    let last_level = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
-    let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
-    Box::new(OriginalAutoencoder { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
+    // The index in the file of the level that the decoder runs first. Usually this is the number of levels minus 1, but
+    // diffusers' converter writes index 3 even if there are fewer than 4 levels. So if the file exists, look for the
+    // largest index in it.
+    let largest_index = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
+    let largest_index = largest_index.unwrap_or(config.block_out_channels.len() - 1);
+    Box::new(OriginalAutoencoder { prefix, largest_index, is_normed: config.latent_norm_eps.is_some() })
 }
 
 /// Levels are looked for at the indices below this number. No autoencoder has as many levels.
@@ -65,8 +66,9 @@ impl Layout for Diffusers {
 /// The layout of original checkpoints.
 struct OriginalAutoencoder {
     prefix: &'static str,
-    /// The file's index of the level that the decoder runs first. The index falls by 1 from each level to the next.
-    last_level: usize,
+    /// The file's index of the level that the decoder runs first, the largest index. It falls by 1 from each level to
+    /// the next.
+    largest_index: usize,
     /// Whether the file has the means and variances of the latents, as FLUX.2's files have.
     is_normed: bool,
 }
@@ -114,11 +116,11 @@ impl OriginalAutoencoder {
                 let (index, rest) = in_block.strip_prefix("resnets.")?.split_once('.')?;
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
-            // The encoder's levels have the same index in both.
+            // The encoder's levels have the same index in this library and in the file.
             "down_blocks" => level(in_block, "down", Some)?,
             // In original files, the level with the largest feature map, which the decoder runs last, has the lowest
             // index.
-            "up_blocks" => level(in_block, "up", |index| self.last_level.checked_sub(index))?,
+            "up_blocks" => level(in_block, "up", |index| self.largest_index.checked_sub(index))?,
             _ => rest.to_owned(),
         };
         Some(Key::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))

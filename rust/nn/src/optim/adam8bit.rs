@@ -99,6 +99,7 @@ macro_rules! rule {
             const UPDATE_F64: Option<Update<Adam8bitConfig, f64>> = None;
             const KERNELS: Option<Kernels<Adam8bitConfig>> = Some(Kernels {
                 prepare: "adam_8bit",
+                // For variables with fewer elements than `min_8bit_size`, whose moments are not quantized.
                 step: "small_adam",
                 // No kernel runs before the step's.
                 before: &[],

@@ -29,7 +29,8 @@ const MAX_IN_PLACE: usize = 32 << 10;
 const MIN_WORK: usize = 1 << 18;
 
 /// A product `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`, given by pointers. `a` is (m, k), `b` is
-/// (k, n) and `c` is (m, n).
+/// (k, n) and `c` is (m, n). A `Side` has the stride `inner` along `k`, and the stride `outer` along its other
+/// dimension. `side.at(i, p)` begins at index `i` of this other dimension and at index `p` along `k`, also for `b`.
 #[derive(Clone, Copy)]
 pub struct Product<A: Elem, B, C> {
     pub m: usize,

@@ -26,7 +26,8 @@ fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<
 
 fn layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
-    // The second argument is the number of trailing dimensions that are normalised together.
+    // The second argument is the number of trailing dimensions that are normalised together; the plain form takes a
+    // list of these dimensions.
     let run = |x: &[Tensor]| super::layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain::layer_norm(x, &[x[0].rank() - 1], EPS);
     vec![

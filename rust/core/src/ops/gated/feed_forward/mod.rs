@@ -1,7 +1,9 @@
 //! `SwiGLU` feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their
-//! results, and an adapted linear map of the unit (the outer map). On CUDA, one kernel of the backward pass, in
-//! `kernels/feed_forward_backward.cu`, computes everything that reads the inner maps' results or the unit's
-//! gradient, so that these matrices are read only once.
+//! results, and an adapted linear map of the unit (the outer map). An adapted map of x adds the low-rank product
+//! s (x Aᵀ) Bᵀ, in which s is a number, to the result of its frozen weight (its base).
+//!
+//! On CUDA, one kernel of the backward pass, in `kernels/feed_forward_backward.cu`, computes everything that reads the
+//! inner maps' results or the unit's gradient, so that these matrices are read only once.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -146,9 +148,14 @@ impl FeedForward {
         }
         let width = unit_grad.dims()[1];
         if let Some(down) = self.outer.down_operand(0)? {
-            compute::write_products(&[[unit_grad, outer_hidden_grad, &down]], 1.0, true)?;
+            compute::write_products(
+                &[[unit_grad, outer_hidden_grad, &down]],
+                /* alpha: */ 1.0,
+                /* accumulate: */ true,
+            )?;
         }
         let unit = run(SWIGLU.name, &y, width, Silu)?;
+        // A of the outer map, which has only adapter number 0. `outer_hidden_grad` already has the factor s.
         let (index, shape) = (self.outer.down(0), (outer_hidden_grad.dims()[1], width));
         context.add_product(index, shape, self.outer.dtypes(0)[0], [&outer_hidden_grad.t()?, &unit], 1.0)?;
         let grad = run_backward(SWIGLU.name, &y, unit_grad, width, Silu)?;

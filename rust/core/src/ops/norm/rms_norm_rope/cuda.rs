@@ -180,6 +180,7 @@ fn gradients(
             // SAFETY: as above; `partials` has 2 x `width` numbers for each piece (the grid's second dimension).
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
+        // Only the gradient of the scale (the weight) is wanted, not that of the shift.
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;
     }
     Ok(grads)
