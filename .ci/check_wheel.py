@@ -79,8 +79,9 @@ def check_import(wheel: Path) -> None:
             capture_output=True,
             text=True,
         ).stdout.strip()
-        # The wheel's name is NAME-VERSION-TAGS. The version of a CUDA build ends in `+cu13`: pip
-        # replaces an installed build only by one of another version.
+        # The wheel's name is NAME-VERSION-TAGS. The module must report the whole version, with the
+        # suffix `+cu13` of a CUDA build. The suffix is needed because pip replaces an installed
+        # build only by one of another version.
         if found != wheel.name.split("-")[1]:
             sys.exit(f"{wheel.name}: the installed package has the version {found}")
         times = import_times(python, folder)

@@ -149,13 +149,15 @@ class _Group:
 
     def _counts_before(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return how often each item occurs in all epochs before this one."""
-        # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
+        # The tiny addend offsets rounding errors: in floating point, three epochs of 0.3 repeats with
+        # the phase 0.1 are slightly less than 1.
         return np.floor(epoch * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the items of an epoch in their random order."""
         counts = self._counts_before(epoch + 1) - self._counts_before(epoch)
         members = np.repeat(self._items, counts)
+        # `pair` packs the group's number and the epoch into one integer.
         rng = generator(self._seed, "items", pair(self._number, epoch))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
         return order

@@ -56,7 +56,7 @@ def file_identity(path: str | Path) -> str:
         )
     digest = hashlib.blake2b(digest_size=16)
     for file, content in zip(files, content_digests(files), strict=True):
-        name = os.fsencode(file.relative_to(path))
+        name = os.fsencode(file.relative_to(path))  # "." if `path` is a file
         digest.update(b"%d:%s:%s" % (len(name), name, content.encode()))
     return digest.hexdigest()
 
@@ -164,6 +164,7 @@ def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
     if not fresh:
         return
     # Read the file again: another process may have added entries in the meantime.
+    # Old entries of files in `fresh` are left out, so that the new ones are the last.
     known = {name: entry for name, entry in _remembered(memory).items() if name not in fresh}
     entries = list({**known, **fresh}.items())[-_REMEMBERED:]
     with suppress(OSError):

@@ -124,8 +124,9 @@ fn strided_and_contiguous_inputs_give_equal_results() {
         let expected = text((case.run)(&contiguous))?;
         let found = text((case.run)(&strided))?;
         close("value", &text(to_f64_vec(found.raw()))?, &text(to_f64_vec(expected.raw()))?, 1e-12)?;
-        // The operation reads transposed views (`turned_view` reverses the dimensions) of variables that hold the
-        // transposed inputs. It thus sees the same inputs, and the variables' gradients are the transposed ones.
+        // Next, the gradients. `turned_view` is a view with the dimensions reversed. `turned` has dense copies of the
+        // reversed inputs, and `through_views` reverses them again: the operation sees the same inputs, now strided.
+        // The gradients of `turned` are then those of the inputs with the dimensions reversed.
         let through_views = |x: &[Tensor]| -> Result<Tensor> {
             let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
             (case.run)(&views)
@@ -177,16 +178,21 @@ fn checkpointing_changes_no_bit() {
     });
 }
 
+/// The inputs of a case are usually variables. Here they are computed from variables: before the checkpoint, or in the
+/// function under the checkpoint.
 #[test]
 fn checkpointed_functions_take_computed_tensors() {
     for_all_cases(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, /* tolerance */ 0.0));
 }
 
+/// If a variable is changed after the forward pass, backward passes that succeed still give the gradients of the old
+/// value.
 #[test]
 fn results_do_not_follow_variables_that_change() {
     for_all_cases(|case| sharing::results_do_not_follow_variables(case, &Device::Cpu));
 }
 
+/// A gradient shares no storage with a variable, so it keeps its values if the variable is changed in place.
 #[test]
 fn gradients_do_not_follow_variables_that_change() {
     for_all_cases(|case| sharing::gradients_do_not_follow_variables(case, &Device::Cpu));

@@ -227,6 +227,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     ) -> Result<[Tensor; N]> {
         let turn = self.state.turns().asides.get(&index).cloned();
         let Some(turn) = turn else { return forward(&self.blocks[index]) };
+        // `enter` copies the weights to the device. `reenter` marks a result, so that the backward pass copies them
+        // again.
         turn.enter()?;
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }

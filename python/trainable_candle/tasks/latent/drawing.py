@@ -135,7 +135,7 @@ def draw(
             {**negative, **conditions},
             scale,
             batched=not family.reads_texts_apart,
-            rescale=family.rescaled,
+            rescale=family.rescaled,  # adjusts the guided prediction, if the family needs it
         )
         stepper = family.stepper(steps, options.sampler, (width, height))
         latents = stepper.init_noise(noise)

@@ -3,13 +3,13 @@
 use super::effects::note_seed;
 
 /// The state of a random generator: its seed and its position. A draw advances the position, and each replay advances
-/// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays would not
-/// set it again: capturing such a function is an error.
+/// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays would
+/// not set it again: capturing such a function is an error.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// Creates a generator that starts at `state`. Unlike [`seeded`](Self::seeded), this does not record that a state was
-    /// set.
+    /// Creates a generator that starts at `state`. Unlike [`seeded`](Self::seeded), this does not record that a state
+    /// was set.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }

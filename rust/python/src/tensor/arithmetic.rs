@@ -84,8 +84,8 @@ impl Tensor {
         with_scalar(py, "mul", &self.0, &other, |a, b| b.mul(a), tc::Tensor::mul_scalar)
     }
 
-    // A divisor that is a number becomes a tensor too: a product with its reciprocal, as a scalar factor, would round
-    // twice.
+    // `for_quotient` promotes as `binary` does, but converts two integer operands to f32. A divisor that is a number
+    // becomes a tensor too: a product with its reciprocal, as a scalar factor, would round twice.
     fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, tc::Tensor::div)).map(Self)
     }

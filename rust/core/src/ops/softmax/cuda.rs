@@ -6,7 +6,8 @@ use crate::cuda::Gpu;
 use crate::cuda::launch::{Shape, count32, empty, input, output, rows_of, suffix};
 use crate::{Raw, Result};
 
-/// The operation `op` (`softmax` or `log_softmax`) over the last dimension of a dense tensor.
+/// The operation `op` (`softmax` or `log_softmax`) over the last dimension of a dense tensor. The kernel's name begins
+/// with `op`; the kernels of both operations have the same arguments.
 pub fn forward(op: &'static str, x: &Raw) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;

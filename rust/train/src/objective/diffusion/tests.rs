@@ -297,11 +297,13 @@ fn wrong_settings_and_inputs_are_rejected() {
         assert!(message.contains("expected above 0 and below 1"), "{message}");
     }
     assert!(rejection(epsilon, DiffusionConfig { huber_delta: -1.0, ..default() }).contains("huber_delta"));
+    // At the last timestep of such a schedule the sample is noise alone, so predicting the noise teaches nothing.
     let zero_snr = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
     let zero_snr = NoiseSchedule::new(zero_snr).unwrap();
     assert!(DiffusionObjective::new(&zero_snr, default(), &CPU).unwrap_err().to_string().contains("v_prediction"));
     let objective = objective(epsilon, default());
     assert!(matches!(objective.noise(&randn(&[4])), Err(Error::Shape { .. })));
+    // Multi-resolution noise needs latents with four dimensions: it resizes noise in height and width.
     let multires = DiffusionObjective::new(
         &schedule(epsilon),
         DiffusionConfig { multires_noise_iterations: 6, ..default() },

@@ -239,6 +239,7 @@ impl Phase<'_> {
         let Stencil { batch, groups, source: [height, width, channels], .. } = *self.stencil;
         let panels = self.rows().div_ceil(self.shape.rows);
         let widest = self.blocks().map(|block| block.len()).max().unwrap_or(0);
+        // Rectangles of target positions whose copies of the source, with `widest` channels, stay in the cache.
         let rects = rects(self.axes, widest);
         // A task is a rectangle of one image, for one group. If that gives too few tasks, `splits` divides its panels.
         let tasks = rects.len() * batch * groups;

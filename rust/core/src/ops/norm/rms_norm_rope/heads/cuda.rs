@@ -18,11 +18,12 @@ use crate::{Error, Raw, Result};
 struct HeadArguments {
     /// cos and sin.
     tables: Option<[Raw; 2]>,
-    /// The weights of queries and of keys.
+    /// The scales of the norms of queries and of keys.
     weights: [Option<Raw>; 2],
     /// Number of rows of cos and sin; 1 if nothing is rotated.
     positions: u32,
-    /// The number of query heads, of key heads, and of all heads of a token of y.
+    /// The number of query heads, of key heads, and of all heads of a token of y. The last number includes value heads
+    /// if y has room for them: their values are copied.
     heads: [u32; 3],
     /// The number of all heads of all tokens of y.
     rows: usize,
