@@ -149,8 +149,8 @@ class _Group:
 
     def _counts_before(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return how often each item occurs in all epochs before this one."""
-        # The tiny addend offsets rounding errors: in floating point, three epochs of 0.3 repeats with
-        # the phase 0.1 are slightly less than 1.
+        # The tiny addend offsets rounding errors: in floating point, three epochs of 0.3 repeats
+        # plus the phase 0.1 are slightly less than 1.
         return np.floor(epoch * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
