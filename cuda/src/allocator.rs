@@ -183,6 +183,7 @@ impl<B: Backend> Allocator<B> {
     /// Allocate without releasing cached blocks of eager work. If no free block fits, eager work unmaps unused memory
     /// of graphs before its pool grows.
     fn attempt(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
+        // Graphs lend nothing during a capture: `lend` waits for the device, which is not possible then.
         let (space, mut lender) = match origin {
             Origin::Eager => (&mut self.eager, (!self.is_capturing).then_some(&mut self.graph)),
             Origin::Graph => (&mut self.graph, None),
@@ -278,6 +279,7 @@ impl<B: Backend> Allocator<B> {
     /// As [`trim`](Self::trim) and [`restore`](Self::restore).
     pub fn begin_capture(&mut self) -> Result<(), B::Error> {
         self.trim()?;
+        // Lent addresses are gaps. The capture must not map memory into them, because `restore` would map it twice.
         self.restore()?;
         self.captured.clear();
         self.is_capturing = true;

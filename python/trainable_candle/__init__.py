@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-# Only imported: _copies makes copy and pickle reject objects whose state is in the extension.
+# Importing _copies makes copy and pickle reject objects whose state is in the extension.
 from trainable_candle import _copies, _functions, _methods  # noqa: F401
 from trainable_candle._core import (
     AdapterFile,
@@ -244,7 +244,10 @@ _LAZY = frozenset(
         "train",
     }
 )
-"""Submodules that are imported at first use, so that `import trainable_candle` stays fast."""
+"""Submodules that are imported at first use, so that `import trainable_candle` stays fast.
+
+The imports above load the other submodules in `__all__`, `cuda` and `errors`.
+"""
 _DTYPE_ALIASES = {
     "float": "f32",
     "half": "f16",

@@ -6,7 +6,8 @@
 
 // The tensor maps of a convolution; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient
 // of the weight, the gradient of the output. `windows[0]` maps the input. For the gradient of the input, however,
-// `windows[phase]` maps the gradient of the output, for each phase of the stride (at most 4). Passed by value.
+// `windows[phase]` maps the gradient of the output. There is a phase for each pair of an input pixel's coordinates modulo the
+// strides, at most 4. Passed by value.
 struct Conv2dMaps {
     TensorMap dense, windows[4];
 };

@@ -181,6 +181,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
         if kind == "yarn":
             length = int(rope.get("original_max_position_embeddings") or context)
             facts[f"{name}.rope.scaling.original_context_length"] = length
+    # Llama 3's scaling is not in the metadata, but in the tensor of `_rotary_divisors`.
     elif kind not in {"default", "llama3"}:
         raise ConfigError(
             f"export: rotary scaling of the kind {kind} is not supported for llama.cpp, expected "

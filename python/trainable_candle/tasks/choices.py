@@ -26,7 +26,10 @@ MODULATION: Final = "stream_modulation"
 STATES: Final = "optimizer_states"
 
 _FORMATS: Final = (SAME, "int8", "nf4")
-"""The values that a plan tries for `base_precision` and for `text_encoder_precision`."""
+"""The values that a plan tries for `base_precision` and for `text_encoder_precision`.
+
+SAME leaves the weights unquantized.
+"""
 _POLICIES: Final = ("none", "selective", "full", "offload")
 """The values that a plan tries for `gradient_checkpointing`."""
 _SHARES: Final = 8
@@ -36,7 +39,8 @@ _SHARES: Final = 8
 def text_formats(work: Work | None) -> list[str]:
     """Return the precisions of text encoders, in the order in which a plan tries them.
 
-    The formats of the encoders' files round no layer again, so they come before other formats.
+    STORED keeps the formats of the encoders' files, which rounds no layer again. So it comes before
+    the formats that quantize the encoders anew.
     """
     stored = [STORED] if work is not None and work.texts_have_format else []
     return [SAME, *stored, *(form for form in _FORMATS if form != SAME)]

@@ -1,6 +1,7 @@
 // The backward pass of attention with the matrix instructions and the copy engine of compute capability 9.0. A block works on a tile of 128
-// keys, 64 for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the groups multiply.
-// Three more warps, the adders, add to the gradients of queries. ../backward.cuh has the formulas, and defines P, dP and dS.
+// keys (KEYS_AT_ONCE), 64 for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the
+// groups multiply. Three more warps, the adders, add to the gradients of queries. ../backward.cuh has the formulas, and defines P, dP and
+// dS.
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally

@@ -40,14 +40,15 @@ class FlowFamily(PipelineFamily[E]):
     Each image token of the transformer is a square of `patch` by `patch` latent pixels.
     """
 
+    # A family whose transformer takes a guidance scale as an input adds `DistilledGuidance`.
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
         group
         for group in IMAGE_GROUPS
         if group not in {NoisePrediction, TextEncoders, ClipSkip, DistilledGuidance}
     )
     component: ClassVar[str] = "transformer"
-    # The default is diffusers' names, with the scale multiplied into the factors: both ComfyUI and
-    # diffusers read such files.
+    # The first format is the default. It has diffusers' names, and the scale is multiplied into the
+    # factors: both ComfyUI and diffusers read such files.
     formats: ClassVar[tuple[str, ...]] = ("diffusers", "comfyui", "kohya", "peft")
     timesteps: ClassVar[str] = "logit_normal"
     """The default distribution of noise levels in training."""

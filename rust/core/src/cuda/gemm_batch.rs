@@ -77,6 +77,8 @@ impl Key {
         let (Some(left), Some(right)) = (left, right) else { return Ok(None) };
         let distances = [left.distance, right.distance].map(i32::try_from);
         let [Ok(left_distance), Ok(right_distance)] = distances else { return Ok(None) };
+        // `plan.batch` has the batch dimensions of a and b. One address in the table stands for one matrix, so products
+        // with such dimensions are computed alone.
         if !can_batch
             || sizes.contains(&0)
             || !plan.batch.is_empty()

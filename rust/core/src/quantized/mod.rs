@@ -130,7 +130,7 @@ impl Quantized {
     /// [`Error::DType`] if `matrix` is not floating point, [`Error::Argument`] if the format can only be read, if
     /// `matrix` needs a gradient, or if it has values that are non-finite or too large for the format.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
-        Self::of_values(matrix, format, true)
+        Self::of_values(matrix, format, /* nested */ true)
     }
 
     /// Quantize a matrix to `Nf4` whose scales are f32: bitsandbytes' `quantize_4bit` without `compress_statistics`,
@@ -139,7 +139,7 @@ impl Quantized {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn nf4_with_plain_scales(matrix: &Tensor) -> Result<Self> {
-        Self::of_values(matrix, Format::Nf4, false)
+        Self::of_values(matrix, Format::Nf4, /* nested */ false)
     }
 
     /// [`new`](Self::new), in which `nested` says whether the scales of NF4 are quantized.

@@ -9,6 +9,10 @@ use super::walk::{close, draw, text, weights_like};
 
 type Checked = std::result::Result<(), String>;
 
+/// Values of the argument `retain_graph`: whether a backward pass leaves the tape for another one.
+const RETAIN: bool = true;
+const RELEASE: bool = false;
+
 fn variables(case: &Case, device: &Device) -> Result<Vec<Var>> {
     let strided = false;
     draw(case, DType::F32, strided)?.iter().map(|x| Var::from_tensor(&x.to_device(device)?)).collect()
@@ -55,7 +59,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
     let expected = {
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;
-        text(y.backward_with(Some(&text(weights_like(&y))?), false))?;
+        text(y.backward_with(Some(&text(weights_like(&y))?), RELEASE))?;
         text(gradients(&vars))?
     };
     for changed in 0..case.inputs.len() {
@@ -68,7 +72,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         text(change(&vars[changed]))?;
         let follows = text(to_f64_vec(y.raw()))? != before;
         let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
-        if name_input(changed, succeeded(product.backward_with(Some(&ones), false)))? {
+        if name_input(changed, succeeded(product.backward_with(Some(&ones), RELEASE)))? {
             if follows {
                 return Err(format!(
                     "the result changed with input {changed}, but a backward pass that uses the result succeeded"
@@ -77,7 +81,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
             same("gradient of the factor", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
         }
         let weights = text(weights_like(&y))?;
-        if name_input(changed, succeeded(y.backward_with(Some(&weights), false)))? {
+        if name_input(changed, succeeded(y.backward_with(Some(&weights), RELEASE)))? {
             same(&format!("input {changed} changed: gradient"), &text(gradients(&vars))?, &expected)?;
         }
     }
@@ -97,9 +101,9 @@ pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checke
         let y = text(run(case, &vars))?;
         let seed = text(weights_like(&y).and_then(|weights| Var::from_tensor(&weights)))?;
         let result_grad = if as_view { text(seed.reshape(y.shape()))? } else { seed.as_tensor().clone() };
-        text(y.backward_with(Some(&result_grad), true))?;
+        text(y.backward_with(Some(&result_grad), RETAIN))?;
         let leaves: Vec<&Tensor> = vars.iter().map(|var| &**var).collect();
-        let found = text(grad(&y, &leaves, Some(&result_grad), false))?;
+        let found = text(grad(&y, &leaves, Some(&result_grad), RELEASE))?;
         let found: Vec<Tensor> = found.into_iter().flatten().chain(vars.iter().filter_map(Var::grad)).collect();
         let values = || text(found.iter().map(|grad| to_f64_vec(grad.raw())).collect::<Result<Vec<_>>>());
         let before = values()?;

@@ -69,12 +69,13 @@ impl StoredWeights {
     /// cases.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
-        if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
+        if let Some((stored_format, blocks)) = self.files.read_blocks(&key)? {
             // A block of ggml lies within one row, so only whole rows can be separated from the others.
-            if !form.keeps_rows() || format.is_some_and(|format| format != Format::Ggml(stored)) {
+            if !form.keeps_rows() || format.is_some_and(|format| format != Format::Ggml(stored_format)) {
                 return Ok(None);
             }
-            return Quantized::from_ggml(stored, &form.read(&blocks)?, self.dtype.unwrap_or(DType::BF16)).map(Some);
+            let blocks = form.read(&blocks)?;
+            return Quantized::from_ggml(stored_format, &blocks, self.dtype.unwrap_or(DType::BF16)).map(Some);
         }
         if format == Some(Format::Nf4) && self.files.is_nf4(&key) {
             let stored = self.files.read_nf4(&key)?;
