@@ -81,7 +81,11 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def training_shift(self) -> float:
-        """The default shift of noise levels in training; 1 if the shift grows with the image."""
+        """The default shift of noise levels in training.
+
+        It is 1, no shift, if the shift in sampling depends on the size of the image: training uses
+        such a shift only with `--resolution-shift`.
+        """
         return 1.0 if self.found_schedule.grows else self.found_schedule.shift
 
     @property
