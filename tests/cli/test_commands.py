@@ -137,7 +137,11 @@ def test_a_command_without_values_and_its_flags_are_in_the_help(
     assert [word for word in words if word.startswith("--") and f"{word} " not in printed] == []
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume", "/a/step-3"], ["--resume=auto"]], ids=str)
+@pytest.mark.parametrize(
+    "resume",
+    [[], ["--resume", "/a/step-3"], ["--resume=auto"], ["--resume", "/a/step-3", "--resume=auto"]],
+    ids=str,
+)
 def test_the_command_that_continues_a_ray_run_has_one_resume_flag(resume: list[str]) -> None:
     command = continuation("t ray", ["--output", "a run", *resume, "--steps", "3"])
     assert command == "t ray --output 'a run' --steps 3 --resume latest"

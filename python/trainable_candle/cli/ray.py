@@ -47,7 +47,8 @@ def run(arguments: Sequence[str], program: str) -> int:
 def continuation(program: str, arguments: Sequence[str]) -> str:
     """Return the command that continues, from its last checkpoint, a run with these arguments."""
     remaining = list(arguments)
-    for index, argument in enumerate(arguments):
+    # From the end, so that a deletion moves no argument that is still to be examined.
+    for index, argument in reversed(list(enumerate(arguments))):
         if argument.partition("=")[0] == _RESUME:
             # The value is in the same argument, `--resume=PATH`, or in the next one.
             del remaining[index : index + (1 if "=" in argument else 2)]
