@@ -33,8 +33,8 @@ There is one head of keys and one of values."""
 def our_step(ids: np.ndarray) -> Callable[[], object]:
     """Return a step of our model on these tokens, (sequences, tokens)."""
     model = tc.models.CausalLM.from_pretrained(BUILT_IN, dtype="f32")
-    targets = [name.rpartition(".")[2] for name in LINEAR_LAYERS]
-    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+    modules = [name.rpartition(".")[2] for name in LINEAR_LAYERS]
+    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=modules))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-4, weight_decay=0.0)
     inputs = tc.tensor(ids)
     targets = inputs  # `loss` compares the scores after each token with the next token

@@ -2,8 +2,8 @@
 //
 // `select_<size>(y, mask, a, b, tensors)`: y = a where the mask (u8) is not 0, else b. An element of y, a or b has <size> bytes (1, 2, 4,
 // 8). `tensors` has the strides of y, mask, a and b, in this order.
-// `run` computes N neighbouring elements. `offsets` has, for each of the tensors, the offset of the first one, and `strides` the stride of
-// the last axis: 1, or 0 to repeat the element. For N = 1, the stride has no effect.
+// `run` computes N neighbouring elements of y. `offsets` has, for each of the tensors, the offset of the first of its N elements, and
+// `strides` the stride of its last axis: 1, or 0 to repeat the first element N times. For N = 1, the stride has no effect.
 // Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory; each calls `run` once, with N = `tensors.width`.
 #include "strided.cuh"
 

@@ -3,7 +3,7 @@
 For type checkers, `ComposedMethods` is a base class of `Tensor`; at run time, `attach` adds its
 methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host.
 Gradients flow through a method if they do so in torch. The exceptions are `sign`, `floor`, `ceil`
-and `round`, whose gradients would be zero. `own(self)` is `self`, which it types as a tensor.
+and `round`, whose gradients would be zero. `own(self)` returns `self`, typed as a `Tensor`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class ComposedMethods:
             raise ShapeError(f"t: the shape is {tensor.shape}, expected at most two dimensions")
         return tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
 
-    # Logic.
+    # Logic. `mask` checks that an operand is a mask, and makes a tensor of a bool, on the device of
+    # its last argument. `true` returns the mask of the elements that are not zero.
 
     def __and__(self, other: Any) -> Tensor:
         """Return the mask (u8) of the elements where both masks are true.

@@ -91,7 +91,8 @@ class Judge:
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
     """Return whether `colour` is the one of `COLOURS` nearest to the mean of an image's middle.
 
-    The image has the shape (height, width, 3), and its middle a quarter of its height and width.
+    The image has the shape (height, width, 3). Its middle is a rectangle of a quarter of its height
+    and a quarter of its width.
     Of a ring, the function sees only the background inside.
     """
     rows, columns = (size // 8 for size in image.shape[:2])  # An eighth of height and width.

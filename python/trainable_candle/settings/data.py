@@ -161,7 +161,7 @@ class Parts(Group):
     def text_encoder_format(self, stored: str | None) -> str | None:
         """Return the format of a text encoder's linear layers; None if they are not quantized.
 
-        As long as `text_encoder_precision` is `auto`, the result is None.
+        `auto` counts as not quantized: a plan that quantizes has replaced it by a format.
 
         Args:
             stored: the quantized format in which the text encoder's file stores these layers; None

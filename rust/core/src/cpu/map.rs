@@ -396,7 +396,7 @@ mod tests {
         let x = from_vec(vec![half::f16::from_f32_const(300.0)], 1);
         let one = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
-        /// Equals a if b is 1, although a * a overflows f16. b cancels; a binary function must use it.
+        /// Equals a, although a * a overflows f16. The terms + b - b cancel: b only makes the function a binary one.
         struct SquareOverItself;
         impl Binary for SquareOverItself {
             const KERNEL: &'static str = "";

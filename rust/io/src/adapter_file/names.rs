@@ -18,8 +18,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// A function from a layer's name to the name of its matrix in the original checkpoint, and to the rows of the matrix
-/// that belong to the layer. `None` for a layer without a matrix there.
+/// A function from a layer's name to the name of its matrix in the original checkpoint (the file of the model's authors),
+/// and to the rows of the matrix that belong to the layer. `None` for a layer without a matrix there.
 pub type OriginalNames = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
@@ -97,7 +97,7 @@ impl PartNames {
         let dotted = prefix.strip_suffix('.').unwrap_or_default();
         kohya
             || dotted == self.diffusers && !dotted.is_empty()
-            // A known prefix has a dot after `ComfyUI`'s name.
+            // A known prefix is longer than `ComfyUI`'s name by a dot. A prefix that the name begins with counts too.
             || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 
@@ -133,6 +133,7 @@ impl PartNames {
                 // These names have `to_out` in place of `to_out.0`.
                 Some(prefixed(name.strip_suffix("to_out.0").map_or(&*name, |_| &name[..name.len() - 2])))
             }
+            // `ComfyUI`'s prefix before diffusers' name, not before the original name as in `Style::ComfyUi`.
             Style::ComfyUiOwn => self.comfyui.map(|prefix| format!("{prefix}.{layer}")),
             Style::Peft => Some(format!("{PEFT}{layer}")),
             Style::Bare => Some(layer.to_owned()),

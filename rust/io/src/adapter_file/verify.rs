@@ -129,6 +129,8 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             };
             // The scale in peft's configuration, which counts for a module without an alpha.
             let configured = contents.configured_scale(part.names.diffusers, layer);
+            // Where the alpha is, if it gives a scale other than 1: in the module's tensor `….alpha` (`Beside`), or in
+            // peft's configuration.
             let alpha_at = match (stored.alpha, configured) {
                 _ if report.rank == 0 => AlphaAt::Nowhere,
                 (Some(_), _) if report.scale != 1.0 => AlphaAt::Beside,
@@ -212,14 +214,14 @@ fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     })
 }
 
-/// Whether both of kohya's styles occur in `styles`.
+/// Whether both of kohya's styles, with original names and with those of diffusers, occur in `styles`.
 fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
-    let (mut has_original, mut has_own) = (false, false);
+    let (mut has_original, mut has_diffusers) = (false, false);
     for style in styles {
         has_original |= style == Style::KohyaOriginal;
-        has_own |= style == Style::Kohya;
+        has_diffusers |= style == Style::Kohya;
     }
-    has_original && has_own
+    has_original && has_diffusers
 }
 
 /// The reason why the factors of a LoRA, or OFT's blocks, do not fit a weight of `shape`; `None` if they fit.

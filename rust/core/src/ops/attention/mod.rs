@@ -66,6 +66,7 @@ pub fn scaled_dot_product_attention(
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);
     }
+    // The shape of the scores.
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = k.dims()[rank - 2];
     let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;

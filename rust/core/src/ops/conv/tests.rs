@@ -105,7 +105,8 @@ fn an_image_in_several_parts_matches_plain_loops() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let (x, weight) = ([2, 61, 103, 130], [3, 3, 3, 130]);
     let geometry = Geometry::new("test", x, weight, None, options).unwrap();
-    // The parts of the result, which are those of the forward pass's only phase. 130 is the number of channels.
+    // The parts of the result. A phase is a set of positions that use the same elements of the kernel; the forward pass
+    // has only one, with all positions. 130 is the number of channels.
     let rects = patch::rects(&stencil::Stencil::forward(&geometry).phases[0], 130);
     let (lines, columns) = (&rects[0].lines, &rects[0].columns);
     assert!(lines.len() < 61 && columns.len() < 103, "parts must cut lines and columns: {lines:?} {columns:?}");
