@@ -18,8 +18,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// A function from a layer's name to the name of its matrix in the original checkpoint (the file of the model's authors),
-/// and to the rows of the matrix that belong to the layer. `None` for a layer without a matrix there.
+/// A function from a layer's name to the name of its matrix in the original checkpoint (the file of the model's
+/// authors), and to the rows of the matrix that belong to the layer. `None` for a layer without a matrix there.
 pub type OriginalNames = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
