@@ -2,6 +2,9 @@
 
 A `Condition` has the names of settings, and a function of the configuration of a whole run: the
 settings have an effect only if the function returns True.
+
+In a `Setting`, `above=True` excludes the bound `low` itself, and the short help omits a setting
+with `rare=True`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _AGAIN: Final = 0.43
 """The memory traffic of a second forward pass over all blocks, divided by the traffic of a
 micro-batch without it."""
 _DECODED: Final = 4.4
-"""Bytes of memory traffic each time that a weight is dequantized."""
+"""Bytes of memory traffic for each element of a weight, each time that it is dequantized."""
 _BESIDE: Final = 4
 """The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Here a is the
 time of the computation alone, and b that of the copies alone."""
@@ -45,7 +45,8 @@ class Work:
     recomputed: float
     """The share of the blocks' forward pass that the backward pass repeats."""
     decoded: float
-    """The number of quantized weights; each forward and backward pass dequantizes them."""
+    """The number of elements of the quantized weights; each forward and backward pass dequantizes
+    them."""
     streamed: float
     """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
     backward pass."""
@@ -165,6 +166,7 @@ def work_of(
     _, offloaded = facts.saved_values(adapter, policy, blocks=blocks, **sizes)
     samples = config.batch_size
     base = config.base_format
+    # Some models quantize fewer layers if the run multiplies 8-bit codes (`--w8a8`).
     with multiplying_codes(config):
         # Compare bytes, because the weights of GGUF files stay quantized even if `base` is None.
         is_quantized = facts.weight_bytes(config.precision, base) != facts.elements * itemsize

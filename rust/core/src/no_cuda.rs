@@ -65,7 +65,7 @@ pub fn device_name(device: &Device) -> Result<String> {
     no_device("device_name", device)
 }
 
-/// Release a device's cached memory to other processes.
+/// Release a device's cached memory to other processes; returns the number of bytes that were released.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -181,7 +181,7 @@ pub mod peers {
     pub struct Shards(Infallible);
 
     impl Shards {
-        /// Allocate the shard of this process.
+        /// Allocate the shard of this process; returns it with the text by which the other processes open it.
         ///
         /// # Errors
         /// As [`bus_id`].
@@ -189,7 +189,7 @@ pub mod peers {
             super::no_device("stream_blocks", device)
         }
 
-        /// Open the shards of the other processes.
+        /// Open the shards of the other processes, given the texts that [`new`](Self::new) returned in all processes.
         ///
         /// # Errors
         /// None.
@@ -248,7 +248,7 @@ pub mod offload {
             super::no_device("checkpoint", x.device())
         }
 
-        /// Allow the tensor's memory to be used for something else.
+        /// Let the device's stream wait for the copy, so that other tensors may use the tensor's memory.
         ///
         /// # Errors
         /// None.

@@ -92,7 +92,8 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Queue copies to a slot.
+    /// Queue copies to a slot: each of `_parts` has a source, and the tensor in the slot to which the source is copied.
+    /// `_owner` owns the sources.
     ///
     /// # Errors
     /// None.

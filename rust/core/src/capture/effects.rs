@@ -370,7 +370,7 @@ mod tests {
             x.set(&Tensor::new(3f32, &Device::Cpu)?)
         };
         // An eager run.
-        let run = Run::begin(false).unwrap();
+        let run = Run::begin(/* capturing */ false).unwrap();
         step().unwrap();
         let mut eager = run.finish();
         assert_eq!(eager.gradients.len(), 1);
@@ -380,7 +380,7 @@ mod tests {
         let storage = x.grad_storage().unwrap();
 
         // A capture. On the CPU, a captured function runs as usual.
-        let run = Run::begin(true).unwrap();
+        let run = Run::begin(/* capturing */ true).unwrap();
         step().unwrap();
         let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         after_replay({
@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn a_capture_notes_that_the_random_generator_is_set() {
-        let run = Run::begin(true).unwrap();
+        let run = Run::begin(/* capturing */ true).unwrap();
         assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
         crate::rng::set_state(crate::rng::state());
         assert!(run.finish().has_seeded);
@@ -426,7 +426,7 @@ mod tests {
 
     #[test]
     fn reading_is_rejected_only_while_capturing() {
-        let run = Run::begin(true).unwrap();
+        let run = Run::begin(/* capturing */ true).unwrap();
         let message = refuse("item").unwrap_err().to_string();
         assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");
         drop(run);

@@ -94,7 +94,8 @@ pub fn recognised(names: &[String]) -> Option<String> {
 
 /// Describes a checkpoint of a family that is not supported, and lists those that are.
 fn unsupported_family(title: &str) -> String {
-    // The digits and language models have no `base`. They are left out, because the message is about image models.
+    // The demo's model that draws digits and the language models have no `base`. They are left out: the message is
+    // about image models.
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

@@ -197,7 +197,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
             return Ok(Self::Tensor(&tensor.get().0));
         }
         if let Ok(number) = object.cast::<PyInt>() {
-            return Ok(Self::Number(Number::read(&number, true)?));
+            return Ok(Self::Number(Number::read(&number, /* is_integer */ true)?));
         }
         Ok(foreign(&object)?)
     }

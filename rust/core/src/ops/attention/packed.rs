@@ -147,7 +147,7 @@ impl Packed {
             cuda => {
                 let mut parts = [None, None, None];
                 for (part, place) in parts.iter_mut().zip(places) {
-                    *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
+                    *part = place.map(|(packed, index, count)| self.part(packed, index, count)).transpose()?;
                 }
                 let parts = parts.each_ref().map(Option::as_ref);
                 super::cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)

@@ -88,6 +88,7 @@ fn bias_rows(bias: &Raw, rows: usize) -> Result<Raw> {
 
 /// [`forward`] with a weight that is not quantized.
 pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    // The CUDA forms add the bias too; `None` if none of them supports these operands.
     let fused = on_device!(x.device(), cuda => cuda::forward(x, weight, bias)?, cpu => None);
     if let Some(y) = fused {
         return Ok(y);

@@ -150,7 +150,12 @@ impl DoubleBlock {
     /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length` tokens.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         let dim = self.dim;
-        saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));
+        // The layers that compute the modulation run outside of the block's checkpoint. Their input is one condition of
+        // D numbers, not a row for each token.
+        let (inputs, positions) = (dim, 1);
+        saved.outside(|saved| {
+            self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (inputs, positions)));
+        });
         // Whether the layers that compute the gates of the image and of the text have adapters.
         let [adapts_image, adapts_text] =
             self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);

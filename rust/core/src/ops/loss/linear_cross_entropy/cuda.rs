@@ -65,6 +65,7 @@ fn run(
         }
         let weights = weights.map(|weights| weights.narrow(0, start, length)).transpose()?;
         let weights = weights.as_ref();
+        // The losses are summed, so a row's gradient has no factor but its weight.
         let factors = GradientFactors { grad: None, of_rows: false, divisor: None, weights, smoothing };
         // The gradient overwrites the logits.
         write_gradient(op, &logits, &lse, &targets, &logits, &factors)?;
