@@ -226,7 +226,7 @@ def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
     channels, side = case.config["in_channels"], LATENT // 2
     timesteps = torch.full((1,), 0.5, **half)
     if case.kind == "zimage":
-        latents = torch.randn(channels, 1, LATENT, LATENT, **half)
+        latents = torch.randn(channels, 1, LATENT, LATENT, **half)  # 1: an image is one frame
         return {"x": [latents], "t": timesteps, "cap_feats": [text[0]]}
     given = {"encoder_hidden_states": text, "timestep": timesteps}
     if case.kind == "sd3":

@@ -49,27 +49,32 @@ def prepare(model: str, folder: Path) -> list[str]:
     else:
         full_flow.write_pipeline(weights, model, "cuda")
     full_size.write_images(data, IMAGES, sizes=((1024, 1024),))
-    # `--model` names a family, of which "-large" is a larger model.
+    # `train --model sd3` trains both sd3 and sd3-large: `--model` names a family, not its size.
     family = model.removesuffix("-large")
     return ["--model", family, "--dataset", str(data), "--weights", str(weights)]
 
 
 def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
-    """Return the table row of a run; if it failed, with the end of its errors."""
+    """Return the table row of a run; if it failed, with the end of its errors.
+
+    The columns are those of `titles` in `main`, after the model and the value of `--vram`.
+    """
     if outcome.code:
         return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
     text = "\n".join(line for _, line in outcome.lines)
     plan = rf"^plan: (.*?) \(about {GIB_PATTERN}(?:, ([\d.]+) s a step)?\) fits"
     # Group 1 is what the plan chose, group 3 the predicted seconds of a step.
     chosen = re.search(plan, text, re.MULTILINE)
-    peaks = re.findall(rf"^GPU memory while .*: {GIB_PATTERN}", text, re.MULTILINE)
-    tensors = re.search(rf"at most {GIB_PATTERN} of GPU memory", text)
+    # The log predicts a peak for each stage of the run; "announced" is the highest of them.
+    announced = re.findall(rf"^GPU memory while .*: {GIB_PATTERN}", text, re.MULTILINE)
+    tensor_peak = re.search(rf"at most {GIB_PATTERN} of GPU memory", text)
     with (output / "train.csv").open() as file:
         seconds = [float(step["seconds"]) for step in csv.DictReader(file)]
     median = statistics.median(seconds[len(seconds) // 2 :])
     predicted = "" if chosen is None or chosen[3] is None else f"{float(chosen[3]) * 1e3:.0f}"
     return ROW.format(
-        model, vram, f"{max(map(float, peaks)):.2f}", "" if tensors is None else tensors[1],
+        model, vram, f"{max(map(float, announced)):.2f}",
+        "" if tensor_peak is None else tensor_peak[1],
         f"{outcome.gpu:.2f}", predicted, f"{median * 1e3:.0f}",
         "nothing" if chosen is None else chosen[1],
     )  # fmt: skip

@@ -47,7 +47,7 @@ struct LowRankTerms {
 
 // Loads the right operands of the four matrix products of 32 input features with 16 ranks: those from `feature` and `rank` on. The indices
 // of `b` are [rank % 2][half of the thread's eight features][register]. `down` is stored as (inner, rank) if `is_transposed`, otherwise as
-// (rank, inner), with rows `row` elements apart.
+// (rank, inner), with rows `row` elements apart. `g` is the thread's lane / 4, and `t` is lane % 4.
 template <typename T, bool is_transposed>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
 // with blockIdx.y = 0, to global memory (`term.hidden`). `parts` is shared memory for the sums of each warp: (warps, ROWS, rank).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
-    constexpr int COUNT = TILES * RANKS;
+    constexpr int COUNT = TILES * RANKS; // the rank, which is the number of columns of hidden
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
@@ -236,9 +236,9 @@ template <typename T, int TILES, bool is_backward> struct Share {
 // In the backward pass, all terms add to the dst of the first term. down is stored as (inner, rank) and up as (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
-    constexpr int COUNT = ROWS * TILES * RANKS;
-    __shared__ alignas(16) float parts[WARPS<TILES> * COUNT];
-    __shared__ alignas(16) T hidden[is_backward ? MOST_TERMS : 1][COUNT];
+    constexpr int HIDDEN_SIZE = ROWS * TILES * RANKS; // the number of elements of a block's rows of hidden
+    __shared__ alignas(16) float parts[WARPS<TILES> * HIDDEN_SIZE];
+    __shared__ alignas(16) T hidden[is_backward ? MOST_TERMS : 1][HIDDEN_SIZE];
     const LowRankTerm *list = terms.list + blockIdx.z;
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;

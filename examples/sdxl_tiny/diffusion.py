@@ -179,6 +179,7 @@ def train(
 def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Record a step as a CUDA graph, after four steps that are not recorded.
 
+    torch requires such warm-up steps, on another stream than the default one.
     Without a graph, kernel launches take most of the time of a step of so small a model.
 
     Returns:

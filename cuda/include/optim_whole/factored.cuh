@@ -73,6 +73,9 @@ static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
+// In the steps below, `elements.state(buffer, n)` returns the variable's values of its state number n, and `elements.clear` sets a gradient
+// to 0 if the step is to clear gradients.
+
 // The step of torch.optim.Adafactor. `Settings::more` has beta2_decay; eps, the minimum of the root of a second moment; the minimum of the
 // parameters' root mean square; and d, the clipping threshold.
 //   A vector has one state, the second moments of its elements. A variable of two or more dimensions is a sequence of matrices, and has a

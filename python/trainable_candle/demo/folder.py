@@ -27,6 +27,7 @@ def begin(output: Path) -> None:
     Raises:
         OSError: a file cannot be removed or written.
     """
+    # Earlier versions wrote no mark, but the verdict of a finished demo.
     if (output / MARK).exists() or (output / VERDICT).exists():
         run_state.remove_run(output, ADAPTER)
     if not run_state.checkpoints(output) and not (output / ADAPTER).exists():

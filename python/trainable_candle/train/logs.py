@@ -218,6 +218,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
     """
     # The csv module is not used: fields of a damaged file may exceed that module's limit on their
     # length, and an intact file has no quoted fields.
+    # The first line has the names of the columns; without lines there are no names.
     names, *records = [line.split(",") for line in _whole_lines(path)] or [[]]
     rows = [
         dict(zip(names, fields, strict=True)) for fields in records if len(fields) == len(names)

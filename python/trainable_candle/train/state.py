@@ -301,7 +301,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
     """Return the error for a checkpoint's damaged file: why, and from where to resume instead."""
-    # Other checkpoints are earlier than a folder only if its name says its step.
+    # Users may rename a folder. Without a step in its name, no checkpoint is known to be earlier.
     has_step = _NAME.fullmatch(folder.name) is not None
     candidates = checkpoints(folder.parent) if has_step else []
     earlier = [other for other in candidates if step_of(other) < step_of(folder)]

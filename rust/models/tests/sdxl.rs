@@ -57,7 +57,7 @@ fn original_names_are_unique_and_examples_occur_in_the_published_checkpoint() {
     let unique: std::collections::BTreeSet<String> =
         names.iter().map(|name| original_name(name, &config).unwrap_or_else(|| panic!("{name}"))).collect();
     assert_eq!(unique.len(), names.len());
-    // The published checkpoint has these names.
+    // Right: names in the published checkpoint, which is one file. Left: the same parameters in diffusers and here.
     for (ours, theirs) in [
         ("down_blocks.1.attentions.0.proj_in.weight", "input_blocks.4.1.proj_in.weight"),
         ("down_blocks.1.resnets.0.conv_shortcut.weight", "input_blocks.4.0.skip_connection.weight"),

@@ -97,5 +97,6 @@ pub fn lora_backward_(
             scale,
         })
         .collect();
+    // `detached` always releases the GIL.
     detached(py, || lora::lora_backward_(&layers))
 }

@@ -1,12 +1,13 @@
 // Attention of many queries to few keys, such as those of a text, with the matrix instructions and the copy engine of compute
 // capability 9.0. One tile has all keys of a head, so the maximum and the sum of each softmax are known at once, and no later tile of keys
-// changes them. The backward pass reads the queries and the
-// gradients of the result once: it computes the gradients of queries, keys and values together. With the attention weights P and their
-// gradients dP, it computes delta = rowsum(do ∘ o) as the sum of P ∘ dP over the keys, without o.
+// changes them. The backward pass reads the queries and the gradients of the result once: it computes the gradients of queries, keys and
+// values together. With the attention weights P and their gradients dP, it computes delta = rowsum(do ∘ o) as the sum of P ∘ dP over the
+// keys, without o.
 //
-// A block has two groups of four warps that compute, and a third one of which one thread starts the copies. Each of the two takes 64 of the
-// 128 queries of a step. Blocks take equal parts of one sequence, which
-// has the steps of all heads in order. After the backward pass, a later kernel adds the dk and dv of the blocks that share a head.
+// A block has two groups of four warps that compute, and a third group, of which one thread starts the copies. A step is the work on 128
+// queries of one head; each of the two computing groups takes 64 of them. The steps of all heads, in order, form one sequence, of which
+// the blocks take equal parts. So a block's part consists of spans: consecutive steps of one head. After the backward pass, a later kernel
+// adds the dk and dv of the blocks that share a head.
 #pragma once
 
 #include "copies.cuh"
@@ -57,7 +58,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
         __syncthreads();
     }
 
-    // Starts all copies of the block's work, in the order in which the groups read the tiles.
+    // Starts all copies of the block's work, in the order in which the groups read the tiles. The template arguments of `fetch_rows` are
+    // the width, the number of rows to copy and the number of rows of the tile, here the same number.
     __device__ __forceinline__ void copy() const {
         ScheduleWalk walk(schedule);
         Span span;
@@ -122,7 +124,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
         }
     }
 
-    // Runs `work` in the groups, and `copy` in a thread of another warp.
+    // Runs `work` in the two computing groups, and `copy` in a thread of the third group. The third group leaves most of its
+    // registers to the others; the numbers are registers of a thread.
     template <typename Work> __device__ __forceinline__ void run(Work work) const {
         init();
         if (int(threadIdx.x) >= GROUPS * WARPGROUP) {

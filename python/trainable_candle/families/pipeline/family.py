@@ -108,7 +108,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
                 one, or a file is of another model.
         """
         # `facts` tells from the contents of the given files which one is the autoencoder, whatever
-        # the flag. Reading them also raises the errors for missing and damaged files.
+        # the flag. Reading `facts` also raises the errors for missing and damaged files.
         vae, given = self.facts.parts["vae"].path.resolve(), self.config.vae
         if given and Path(given).expanduser().resolve() != vae:
             raise ConfigError(

@@ -15,7 +15,7 @@ use super::product_calls::{Arithmetic, Call, DataType, Extras, Key, Layout, Owne
 use super::profile::measured;
 use crate::{Error, Result};
 
-/// The operation that errors of cuBLASLt name.
+/// The name of the operation in error messages about cuBLASLt.
 const OP: &str = "linear";
 
 /// The most recommendations to request from cuBLASLt if one tile (the part of the result that a thread block computes)
@@ -106,8 +106,8 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
         let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
-        // The search below needs a complete description, so it gets the addresses of this call. `queue` sets the
-        // addresses for each call.
+        // `queue` sets the addresses of the vectors for each call. With scales, the search below needs addresses, too,
+        // so the description gets those of this call. A bias without scales needs no address before `queue`.
         set_vectors(&description, extras)?;
     }
     if key.arithmetic.is_fast() {
@@ -148,8 +148,8 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     Ok(algorithm.map(|algorithm| Call { arithmetic: key.arithmetic, description, layouts, algorithm }))
 }
 
-/// Return whether an algorithm has the given tile and does not split the sums over k. Splitting them would change the
-/// result's bits.
+/// Return whether an algorithm has the given tile and does not split the sums over k. A split changes the order of the
+/// additions, so the result's bits would differ from those of the algorithm that the preferred tile replaces.
 fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
     let equals = |attribute: Attribute, expected: u32| {

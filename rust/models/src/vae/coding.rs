@@ -40,6 +40,7 @@ impl Coding {
         let encode = |x: &Tensor| with_bf16_pairs(|| run(x));
         let moments = match self.tiling(tile_size)? {
             Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
+                // The sides of a tile of the input and of its result, here pixels and latents.
                 Tiling::new(pixels, latents).run(&x, encode)?
             }
             _ => encode(&x)?,
@@ -68,6 +69,7 @@ impl Coding {
         let decode = |z: &Tensor| with_bf16_pairs(|| run(z));
         let image = match self.tiling(tile_size)? {
             Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {
+                // The reverse of `encode`: a tile of latents becomes a tile of pixels.
                 Tiling::new(latents, pixels).run(&z, decode)?
             }
             _ => decode(&z)?,

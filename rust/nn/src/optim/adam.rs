@@ -85,6 +85,7 @@ impl AdamW {
     }
 }
 
+// `positional`: how many hyper-parameters torch takes by position: lr, betas, eps, weight_decay and amsgrad.
 registered!(
     AdamRule,
     "Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.",
@@ -148,6 +149,7 @@ impl Rule for AdamWRule {
     }
 }
 
+/// `amsgrad` is not among the settings: the kernels apply it to variables that have a third state.
 fn kernel_settings(config: &AdamConfig) -> Settings {
     let AdamConfig { lr, betas, eps, weight_decay, maximize, .. } = *config;
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, maximize: maximize.into(), ..Settings::default() }

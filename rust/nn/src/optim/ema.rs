@@ -111,6 +111,7 @@ impl EMA {
                 "update() found the averages in place of the parameters; call swap_out() first",
             ));
         }
+        // The text follows "the function changes" in the error for a captured function.
         self.updates.refuse_repetition("averages twice in a call, each time with another decay")?;
         let set_weight = {
             let (config, weight, updates) = (self.config, self.weight.clone(), self.updates.clone());

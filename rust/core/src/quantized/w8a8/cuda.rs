@@ -158,9 +158,9 @@ impl Rounded {
     fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, transposed: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
         let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
-        let tiles = |size: usize| size.div_ceil(TILE);
+        let tiles_along = |size: usize| size.div_ceil(TILE);
         let tiles = match transposed {
-            Some(_) => tiles(w.dims[1]) * w.parts.iter().map(|part| tiles(part.rows)).sum::<usize>(),
+            Some(_) => tiles_along(w.dims[1]) * w.parts.iter().map(|part| tiles_along(part.rows)).sum::<usize>(),
             None => 0,
         };
         let arguments = QuantizeGradient {
@@ -316,6 +316,7 @@ fn product_of_rounded(
 /// Computes g W; returns `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, dtype) = (Gpu::of(OP, g)?, g.dtype());
+    // If W keeps its transposed codes, only g is rounded; otherwise the same launch also transposes the codes of W.
     if let Some(transposed) = &w.transposed {
         return gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, None)?, transposed, dtype);
     }

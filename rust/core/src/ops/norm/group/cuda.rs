@@ -148,7 +148,8 @@ fn gradients<const SILU: bool>(
     let wants_affine = wanted.weight || wanted.bias;
     let dx = wanted.input.then(|| destination(op, gpu, x, wanted.before.as_ref())).transpose()?;
     let split = size.split(dtype);
-    // All samples share scale and shift, so the pieces of all samples are summed as if they were those of one.
+    // All samples share scale and shift, so the pieces of all samples are summed as if they were those of one sample
+    // (the 1 below). For each piece and channel there are two sums: for the gradients of scale and of shift.
     let all_pieces = size.batch * split.pieces;
     let affine_partials =
         wants_affine.then(|| empty(op, gpu, &[1, all_pieces, 2, size.channels], accumulator(dtype))).transpose()?;
@@ -158,6 +159,7 @@ fn gradients<const SILU: bool>(
         return Ok(Gradients { input: dx, weight: zeros(wanted.weight)?, bias: zeros(wanted.bias)? });
     }
     let partials = size.partials(op, gpu, &split, dtype)?;
+    // Two numbers of each group, computed from `partials`, with which the last kernel computes the gradient of `x`.
     let slopes = empty(op, gpu, &[size.batch, size.groups, 2], accumulator(dtype))?;
     let suffix = suffix(op, dtype)?;
     let (sums, backward) = if SILU {
