@@ -88,7 +88,11 @@ impl GgufFile {
     /// [`Error::OutOfMemory`] if the tensor does not fit in memory, [`Error::DType`] if `dtype` is not floating point.
     pub fn read_as(&self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let info = self.info(name)?;
-        check_allocation("load", &info.dims, dtype.unwrap_or(BLOCK_DTYPE))?;
+        let default = match info.kind {
+            Kind::Plain(stored) => stored,
+            Kind::Blocks(_) => BLOCK_DTYPE,
+        };
+        check_allocation("load", &info.dims, dtype.unwrap_or(default))?;
         match info.kind {
             Kind::Plain(stored) => {
                 let read = self.read_stored(info, &info.dims, stored)?.to_device(device)?;
