@@ -162,7 +162,7 @@ def train(
         optimizer,
         Numbers(),
         inputs=inputs,
-        cuda_graphs=16,
+        cuda_graphs=16,  # the largest number of batch shapes with a graph; here there is one
         steps=steps,
         gradient_accumulation=accumulation,
         max_grad_norm=1.0,

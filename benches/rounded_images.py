@@ -83,6 +83,7 @@ class HeldOut:
             weights = tc.load_file(merged / UNET)
             losses = {}
             for grid in (None, *GRIDS):
+                # `rounded` takes learned factors of scales from `adapter`; these runs have none.
                 tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
                 self._family.use_model(merged)
                 losses[grid or "merged"] = self._images.validation_loss()

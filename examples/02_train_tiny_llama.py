@@ -1,9 +1,9 @@
 """Train the built-in language model from random weights on tasks about made-up words.
 
 The model's tokens are bytes. It is trained only on short chats, in which the user names a task and
-a word, and the assistant answers. The demo's task is not among these tasks, and about one word in
-eight is held out for evaluation. The script takes some minutes on two cores. It writes the files of
-the built-in model `causal-lm`:
+a word, and the assistant answers. The package's demo teaches this model a new task, which is not
+among these tasks. About one word in eight is held out for evaluation. The script takes some minutes
+on two cores. It writes the files of the built-in model `causal-lm`:
 
     python examples/02_train_tiny_llama.py
 """

@@ -3,7 +3,8 @@
 // at least one query and one key; no mask. It cannot be causal. Tensors, strides and log_sums are as in attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work. There are items = batch * heads items, one for each head, of
-// steps = ceil(queries / 128) steps each. whole = 0: blocks may share any item. `blocks` is the number of multiprocessors.
+// steps = ceil(queries / 128) steps each. Its field `whole`, the number of items that one block must do alone, is 0: blocks may share any
+// item. The steps of all items form one sequence, and each block takes an equal stretch of it. `blocks` is the number of multiprocessors.
 // items * steps * blocks must be below 2^32.
 //
 // `maps` have the format that attention_hopper.cu describes; include/attention/hopper/few_keys.cuh has the sizes of their boxes.
@@ -26,7 +27,8 @@
     }
 
 // attention_few_keys_backward_{f16,bf16}: dq, unless its pointer is null. Unless `parts` is null, each block also sums dk and dv over its
-// queries of each head, and writes the two sums to parts[item + block]; parts is f32 (items + blocks - 1, 2, 80, 64).
+// queries of each head, and writes the two sums to parts[item + block]; parts is f32 (items + blocks - 1, 2, 80, 64). No two sums have the
+// same index: along the sequence, the next sum belongs to the next item, to the next block, or to both, so item + block grows.
 // Grid (blocks), 384 threads. Dynamic shared memory: 221264 bytes.
 #define BACKWARD(dtype, type)                                                                                                      \
     static_assert(FewKeysBackward<type>::SHARED == 221264);                                                                        \

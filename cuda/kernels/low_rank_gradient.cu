@@ -48,7 +48,8 @@ struct LowRankFactors {
 // A warp's operands for 16 rows: the block's 64 columns of wide, and the 16 ranks of narrow. With g = lane / 4 and t = lane % 4, a thread
 // holds in the rows 4t to 4t + 3 the columns 8g to 8g + 7 of wide and the ranks 2g and 2g + 1 of narrow. `multiply` runs PTX'
 // `mma.m16n8k16` (layout: attention/mma.cuh) eight times. Column n of the result of mma j is the block's column 8n + j. Rows g and g + 8
-// of a result are the ranks 2g and 2g + 1.
+// of a result are the ranks 2g and 2g + 1. PTX gives a thread the positions 2t, 2t + 1, 2t + 8 and 2t + 9 of the sum; here they stand for
+// the rows 4t to 4t + 3, in both operands, which changes only the order of the terms.
 template <typename T> struct Rows {
     uint4 wide[4];
     uint32_t narrow[4];

@@ -48,7 +48,7 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
     """
     variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
     prefixes = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
-    snapshot = _fetch(name, [f"{prefix}config.json" for prefix in prefixes], [])
+    snapshot = _fetch(name, [f"{prefix}config.json" for prefix in prefixes], ignored=[])
     for prefix in prefixes:
         if not (snapshot / prefix / "config.json").is_file():
             continue
@@ -103,7 +103,7 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
         MissingFileError: see `download`.
     """
     folders = [Path(download(name, [part], half)) for part in parts]
-    _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], [])
+    _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], ignored=[])
     return folders[0].parent
 
 
@@ -134,7 +134,7 @@ def download_language_model(name: str) -> Path:
     from trainable_candle.text.tokenizer_files import FILES  # noqa: PLC0415
 
     weights = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-    return _fetch(name, ["config.json", *FILES, *weights], [])
+    return _fetch(name, ["config.json", *FILES, *weights], ignored=[])
 
 
 def download_texts(name: str, suffixes: Sequence[str]) -> Path:
@@ -151,7 +151,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
     files = [f"{prefix}*{suffix}" for prefix in ("", "data/") for suffix in suffixes]
     # `dataset_infos.json` describes the data set and has no texts, but the pattern for `.json`
     # matches it.
-    return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
+    return _fetch(name, files, ignored=["dataset_infos.json"], kind="dataset")
 
 
 def _has_weights(folder: Path, variant: tuple[str, ...]) -> bool:

@@ -275,6 +275,7 @@ const fn class_of(layout: Layout) -> Option<usize> {
 }
 
 const fn size_of_class(class: usize) -> usize {
+    // Octave 0 begins at `SMALLEST` here, and step 0 of an octave is the size with which the octave begins.
     let (octave, step) = (class / STEPS, class % STEPS);
     (SMALLEST << octave) / STEPS * (STEPS + step)
 }

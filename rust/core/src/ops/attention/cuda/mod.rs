@@ -153,7 +153,7 @@ impl Attention<'_> {
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
-        let (mask, strides) = with_strides(&mask, true)?;
+        let (mask, strides) = with_strides(&mask, /* fits: */ true)?; // kernels support any stride of the keys
         let key = mask.stride().last().copied().unwrap_or(0) as u64;
         let Strides { batch, head, row } = strides;
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))

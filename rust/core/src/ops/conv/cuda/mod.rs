@@ -50,7 +50,8 @@ struct Sizes {
 /// number. The number does not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way
 /// and compute the same results.
 const BLOCKS: usize = 132;
-/// The maximum size of a grid in its second dimension, and in its third.
+/// The maximum size of a grid in its second dimension, and in its third. If there are more groups than this, blocks of
+/// the plain kernels compute several.
 const MAX_GRID_YZ: u32 = 65_535;
 /// Number of terms of each sum that a block adds at a time.
 const STEP: usize = 64;
@@ -443,6 +444,7 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
     }
     let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
     let channel_counts = [sizes.channels, sizes.out_channels];
+    // The same number as `window`, in 32 bits: the length of a row of the weight's gradient.
     let columns = (sizes.channels / sizes.groups) * sizes.kernel[0] * sizes.kernel[1];
     if sizes.fits(dtype, &channel_counts, 8, &[to.address, from.address, images.address]) {
         let (kernel, rows) = match out {
