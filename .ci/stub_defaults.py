@@ -14,7 +14,7 @@ Defaults = dict[tuple[str, str], str]
 # A signature and the function that it belongs to, as in
 # `#[pyo3(signature = (size, groups = Integer::of(8)))] fn new`.
 SIGNATURE = re.compile(r"signature = \((.*?)\)\)\].*?\bfn (\w+)", re.DOTALL)
-DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair|Given)::of\((-?[\d.e-]+|None)\)")
+DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair|Argument)::of\((-?[\d.e-]+|None)\)")
 # The block `impl Class {` that a function is in.
 OWNER = re.compile(r"^impl (\w+) \{", re.MULTILINE)
 
