@@ -168,6 +168,8 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     tc.cuda.empty_cache(device)
     reserved = tc.cuda.memory_stats(device)["reserved"]
+    # The time of the step's operations at the rate of a large matrix product. The bytes that the
+    # step moves are not counted.
     floor = machine.floor("bf16", case.flops, moved=0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(

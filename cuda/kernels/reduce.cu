@@ -4,7 +4,8 @@
 // `<function>_columns_<from>_<to>` accepts any inner. <from> is the dtype of x, <to> that of y. Both kernels take the arguments
 // (y, x, outer, n, inner, chunk, divisor). They split the middle dimension into chunks of at most `chunk` elements:
 // chunks = max(1, ceil(n / chunk)). They reduce each chunk, divide each result by `divisor`, and write y (outer, chunks, inner). With
-// several chunks, a second launch must reduce y along the chunks. The arithmetic is in `Acc`, the arithmetic type of the dtype of x.
+// several chunks, a second launch must reduce y along the chunks. `divisor` is the number of averaged elements in the last launch of a
+// mean, else 1. The arithmetic is in `Acc`, the arithmetic type of the dtype of x.
 #include "element.cuh"
 
 struct Sum {
@@ -109,6 +110,8 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
     }
 #define REDUCTIONS(FROM, S, TO, D)                                                                                     \
     REDUCTION(sum, Sum, FROM, S, TO, D) REDUCTION(max, Max, FROM, S, TO, D) REDUCTION(min, Min, FROM, S, TO, D)
+// With several launches, all but the last write f32 (f64 for f64), so that f16 and bf16 results are rounded only once: the first launch
+// converts f16 to f32, for example, and the last one f32 to f16.
 REDUCTIONS(f32, float, f32, float)
 REDUCTIONS(f64, double, f64, double)
 REDUCTIONS(f16, __half, f16, __half)

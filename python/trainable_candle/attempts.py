@@ -80,6 +80,7 @@ def run_planned(
             if counter.steps >= _FIRST_STEPS or not may_repeat():
                 raise
             report(f"plan: memory ran out after {counted(counter.steps, 'step')}: {error}")
+            # The next plan must need less than this plan's estimate, which was too low.
             budget, tried = budget.below(plan.estimate.peak), plan
             # Without a smaller plan, `plan` stays, and the first attempt's error is raised.
             with suppress(OutOfMemoryError):

@@ -81,7 +81,7 @@ __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_gro
 // Waits until all copies that came before `end_copies`, in any thread of the block, have arrived in shared memory.
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-    publish_to_products();
+    publish_to_products(); // Makes what this thread wrote visible to `wgmma`; without `wgmma` it does nothing.
     __syncthreads();
 }
 
@@ -97,7 +97,9 @@ template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, in
 }
 
 // `address` is that of a chunk in the first 16 columns of a tile. Returns the address of the corresponding chunk of the same row in the 16
-// columns of step `step`. A step is two chunks, 32 bytes: within a panel, `step` changes only the upper two bits of the chunk's index.
+// columns of step `step`. A step is two chunks, 32 bytes. The first step has the chunks 0 and 1, so within a panel `step` sets only the
+// upper two bits of the chunk's index. An exclusive or sets them in the permuted index too, because the permutation is an exclusive or
+// itself.
 template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
     return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
@@ -171,7 +173,8 @@ template <int D, int M, int ROWS> struct HeldRows {
 
 #if WARPGROUP_PRODUCTS
 // sum = a @ b.T with `wgmma`: the form of `multiply_rows` for rows `a` in shared memory, and the form for rows `a` in registers. The last
-// argument of `warpgroup_multiply` says whether the product is added to `sum`, as all but the first are.
+// argument of `warpgroup_multiply` says whether the product is added to `sum`, as all but the first are. `describe` makes the descriptor by
+// which `wgmma` finds an operand in shared memory.
 template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
 __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const SharedRows<D, 1, ROWS_OF_A> &a, uint32_t b) {
 #pragma unroll
@@ -294,7 +297,7 @@ __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) // Rows g, then rows g + 8.
                 *reinterpret_cast<uint32_t *>(tile + chunk_offset<ROWS>(m * 16 + half * 8 + group, n) + member * 4) =
                     pair<T>(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
     __syncwarp();

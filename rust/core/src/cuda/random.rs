@@ -10,6 +10,8 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
+// In `uniform` and `normal`, the closure makes the kernel's arguments; [`draw`] says what its parameters are.
+
 /// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers in [0, 1) that the generator draws from
 /// its state `start` on.
 ///

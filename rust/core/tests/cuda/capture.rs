@@ -1,4 +1,6 @@
-//! Functions captured as CUDA graphs, compared with the same calls without capture.
+//! Functions captured as CUDA graphs, compared with the same calls without capture. The last argument of
+//! `Captured::new` gives the shapes and dtypes of the function's inputs, not their values. Calls take inputs on any
+//! device and copy them to the GPU.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::dropout::dropout;
@@ -202,7 +204,7 @@ fn the_next_call_does_not_overwrite_outputs() {
     for (input, output) in inputs.iter().zip(&outputs) {
         assert_eq!(bits(&input.exp().unwrap()), bits(output));
     }
-    // Both are outputs of replays, which have memory of their own all the same.
+    // Both are outputs of replays, which have memory of their own all the same. `.0` is the address of the storage.
     assert_ne!(storage_identity(outputs[2].raw()).0, storage_identity(outputs[3].raw()).0);
 }
 

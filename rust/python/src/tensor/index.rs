@@ -115,7 +115,8 @@ fn replaced(dims: &[usize], dim: usize, count: usize, new: &[usize]) -> Vec<usiz
     [&dims[..dim], new, &dims[dim + count..]].concat()
 }
 
-/// Index `tensor` with the entries `items`.
+/// Index `tensor` with the entries `items`. `catch_panics` runs an operation of the library and turns a panic in it
+/// into a Python error.
 ///
 /// # Errors
 /// Those of [`Tensor::__getitem__`].

@@ -36,6 +36,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
         &ROPE,
         &[x],
         || rotate(&x.raw, &cos.raw, &sin.raw, interleaved, /* back */ false),
+        // `hold` keeps the tables as parameters are kept: they do not count as memory that the tape saves.
         |saver, _| RopeBackward { cos: saver.hold(cos), sin: saver.hold(sin), interleaved },
     )
 }
