@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class Job:
-    """The model's phases and what they share."""
+    """The phases of the job, and what they share."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given

@@ -3,8 +3,8 @@
 // A segment has three vectors in the same element order: the parameters, their gradients, and a 16-bit copy of the parameters. The work is
 // a list of pieces of segments, so that one launch covers any set of variables and parameter groups. The variables may share one flat
 // buffer (one segment) or have memory of their own (a segment each). Buffers of states contain the states of one piece after another; those
-// of each piece begin at a multiple of STATE_BLOCK elements. The host zeroes the padding after a piece once; later, kernels may overwrite
-// it.
+// of each piece begin at a multiple of STATE_BLOCK (256) elements. The host zeroes the padding after a piece once; later, kernels may
+// overwrite it.
 #pragma once
 
 #include "element.cuh"
@@ -105,6 +105,8 @@ struct Nearest {
 // (|value| - smaller magnitude) / (larger magnitude - smaller magnitude). rust/nn/src/optim/rounding.rs has the same `round`, and defines
 // the random bits of an element. Infinities and NaN stay what they are.
 struct Stochastic {
+    // Random bits, 16 for each stored value. Value `number` of the element k (see `round`) has a half of component k of words[number / 2]:
+    // the lower half if `number` is even, otherwise the upper half.
     uint4 words[2];
 
     // For four elements. `first` is the number of the first of them among all elements of the optimizer's variables, a multiple of four.

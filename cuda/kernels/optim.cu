@@ -54,6 +54,7 @@ static __device__ Coefficients lion_coefficients(const Settings &at, double) {
 // As in bitsandbytes, step_size · m / (√v + eps) is added to the parameter, so `step_size` is negative. It contains both bias corrections,
 // so `eps` is multiplied by that of v.
 static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double step) {
+    // The weights of the states and `decay` are computed as for Lion; the step size and eps are not.
     Coefficients to = lion_coefficients(at, step);
     const float correction1 = static_cast<float>(1.0 - pow(static_cast<double>(to.beta1), step));
     const float correction2 = static_cast<float>(sqrt(1.0 - pow(static_cast<double>(to.beta2), step)));
@@ -80,7 +81,7 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
 static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
 
 // Sets a group's hyper-parameters between steps: settings[group] = value. Unless `like` is 0xffffffff, the group's `step` becomes that of
-// group `like` instead of value.step.
+// group `like` instead of value.step, so that the host need not know how many steps the device has taken.
 //   settings: must have the element `group`, and the element `like` unless `like` is 0xffffffff.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {

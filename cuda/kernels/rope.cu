@@ -6,7 +6,7 @@
 // If `back` is 1, the kernel rotates by the negative angles. This is the backward pass: the caller passes the gradient of the forward
 // pass's y as x, and gets the gradient of its x in y.
 // Launch: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. WIDE is the number
-// of elements in 16 bytes. Any grid gives the same results.
+// of elements in 16 bytes: each of the 256 threads rotates WIDE pairs. Any grid gives the same results.
 
 #include "rope.cuh"
 

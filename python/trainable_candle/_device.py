@@ -52,6 +52,6 @@ class device(str):  # noqa: N801 - torch's name
 
     @property
     def index(self) -> int | None:  # type: ignore[override]  # torch's `index`, not that of `str`
-        """The number of the GPU; None for "cpu" and for "cuda" without a number."""
+        """The number after the colon, such as that of a GPU; None for a name without a number."""
         number = self.partition(":")[2]
         return int(number) if number else None

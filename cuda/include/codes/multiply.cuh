@@ -55,4 +55,5 @@ PRODUCT_OF_CODES(uint32_t, INTEGER, "s32.s8.s8", "80", "", 40, "40", "41", "42")
 PRODUCT_OF_CODES(uint32_t, INTEGER, "s32.s8.s8", "128", "", 64, "64", "65", "66")
 PRODUCT_OF_CODES(uint32_t, INTEGER, "s32.s8.s8", "160", "", 80, "80", "81", "82")
 PRODUCT_OF_CODES(uint32_t, INTEGER, "s32.s8.s8", "256", "", 128, "128", "129", "130")
+// The kernels for e4m3 codes have tiles of 80 columns only; cuda/kernels/codes_hopper.cu says why.
 PRODUCT_OF_CODES(float, FLOAT, "f32.e4m3.e4m3", "80", ", 1, 1", 40, "40", "41", "42")

@@ -87,6 +87,6 @@ def make_parser(program: str) -> Parser:
         "--target-modules", metavar="TEXT", help="layers, comma-separated (default: the model's)"
     )
     group.add_argument("--format", metavar="NAME", help="format of the file (default: the model's)")
-    add_output(group)
+    add_output(group)  # --output, --overwrite and --precision
     add_help(group)
     return parser

@@ -180,7 +180,7 @@ class _AdaptedLinear(Module):
     def _tensors_replaced(self) -> None:
         """Make a new adapter if its parameters were replaced; the old one has the old parameters.
 
-        `Module` calls this method.
+        `Module` calls this method after `to` or `requires_grad_` has replaced tensors.
         """
         if any(getattr(self, name) is not value for name, value in self._shared.items()):
             self._make_adapter()
@@ -193,8 +193,8 @@ class _AdaptedLinear(Module):
         """
         weight = self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
-        # The adapter's initial values are overwritten. They come from a separate generator, so that
-        # the library's generator does not advance.
+        # The adapter's initial values are overwritten. They come from a separate generator, which
+        # has the seed 0, so that the library's generator does not advance.
         self._adapter = draw_from(0, lambda: Adapter(self._kind, weight, bias, *self._how))
         self._shared = {}
         for name, var in zip(self._names, self._adapter.vars(), strict=True):

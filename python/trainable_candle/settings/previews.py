@@ -1,8 +1,9 @@
 """Settings of validation and previews during training.
 
 The short help omits a `rare` setting. A run that resumes may change a `free` one. A tokenizer reads
-the value of a `tokenized` one. A `Condition` names settings, the condition without which they have
-no effect, and the flags that fulfil it (or a whole message, `complaint`).
+the value of a `tokenized` one. The items of a list with `texts` may contain commas. A `Condition`
+names settings, the condition without which they have no effect, and the flags that fulfil it (or a
+whole message, `complaint`).
 """
 
 from __future__ import annotations

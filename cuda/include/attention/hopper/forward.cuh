@@ -58,7 +58,7 @@ struct RowWeights {
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
-    // Offsets in shared memory; the tiles of queries are at offset 0. O: results; ITEMS: for each tile of queries, what `write_span` wrote.
+    // Offsets in shared memory; the tiles of queries are at offset 0. O: results; ITEMS: with a `Queue`, the span of each tile of queries.
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
@@ -118,8 +118,10 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
                 }
             }
             const Task task = this->task(span);
+            // The head of keys and values, which several heads of queries may share.
             const Task of_keys = source.of_keys(task);
             barrier_expect(q_full, Q_BYTES);
+            // A tile of queries is stored as a tile of 64 rows for each group.
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
@@ -177,11 +179,13 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             if constexpr (Source::IS_QUEUE) {
                 visible.hide(scores, (span.end - 1) * KEYS);
             } else if (span.end * KEYS > shape.keys) {
+                // The key of this thread's first score.
                 const uint32_t key = (span.end - 1) * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++)
                     if (key + i / 4 * 8 + i % 2 >= shape.keys) scores[i] = -INFINITY;
             }
+            // There are no earlier results to correct.
             rows.weigh(scores, correction, scale);
             for (uint32_t step = span.end - 1; step-- > span.begin;) {
                 uint32_t weights[KEYS / 16][4];
@@ -278,6 +282,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     __device__ __forceinline__ void run(float *log_sums, float *parts) const {
         init();
         if (int(threadIdx.x) >= GROUPS * WARPGROUP) {
+            // The copying warps give registers to the groups. The block's threads then have at most 65,536, as many as a multiprocessor has.
             registers_fewer<GROUPS == 2 ? 40 : 32>();
             if (int(threadIdx.x) == GROUPS * WARPGROUP) copy();
         } else {

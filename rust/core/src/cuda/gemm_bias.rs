@@ -29,6 +29,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         let [found, expected] = [bias, x].map(|raw| raw.dtype().as_str());
         return Err(Error::dtype(op, format!("the bias is {found}, expected {expected}")));
     }
+    // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so it gets transposes, and w is its first operand.
     // `plan.a` and `plan.b` are the strides of x and w.
     let matrices = (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b));
     let (Some(left), Some(right)) = matrices else { return Ok(None) };
@@ -38,8 +39,8 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
     let gpu = Gpu::of(op, x)?;
     let bias = contiguous(bias)?;
     let y = empty(op, gpu, &plan.dims, x.dtype())?;
-    // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so w is its first operand.
     let [w_at, x_at, y_at, bias_at] = [address(op, w)?, address(op, x)?, address(op, &y)?, address(op, &bias)?];
+    // A `distance` is a leading dimension: the elements from one column of a matrix to the next.
     let operand = |matrix: Matrix| (matrix.operation == CUBLAS_OP_T, matrix.distance);
     let key = Key {
         arithmetic: Arithmetic::with_bias(x.dtype()),

@@ -158,13 +158,14 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
         .iter()
         .filter_map(|layer| {
             let (_, triangles) = layer.parameters.iter().find(|(name, _)| *name == oft::TRIANGLES)?;
+            // `size_of` returns the size of the block whose triangle has this number of elements.
             Some((layer.base.inputs(), size_of(*triangles.dims().get(1)?)?))
         })
         .collect();
     let largest = sizes.iter().map(|(_, size)| *size).max()?;
     let gives_sizes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
     // peft takes the divisor of `inputs` nearest to the value. If a value above 2 · largest gives all sizes, 2 ·
-    // largest does too.
+    // largest does too: the value moves closer to the nearest divisor, which stays the nearest.
     (2..=2 * largest).find(gives_sizes)
 }
 

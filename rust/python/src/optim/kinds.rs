@@ -86,9 +86,10 @@ pub fn build(
     };
     let fields = (kind.fields)();
     let mut common = Vec::new();
+    let no_suffix = "";
     for (key, value) in settings.iter() {
         let key = key.cast_into::<PyString>().map_err(PyErr::from)?;
-        common.extend(setting(kind, &fields, key.to_str()?, "", &value)?);
+        common.extend(setting(kind, &fields, key.to_str()?, no_suffix, &value)?);
     }
     let seed = stochastic_rounding.then(|| tc::rng::state().seed);
     let place = match states {
@@ -142,6 +143,7 @@ impl Params<'_> {
         common: &[(&'static str, Value)],
     ) -> Result<Vec<NamedGroup<'static>>> {
         let op = kind.name;
+        // `self.0` has the items of the argument `params`: variables, or one dict for each group.
         if !self.0.first().is_some_and(|item| item.is_instance_of::<PyDict>()) {
             return Ok(vec![(variables(op, &self.0)?, common.to_vec())]);
         }

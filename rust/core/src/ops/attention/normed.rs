@@ -151,6 +151,7 @@ impl Normed {
         }
         let lengths: Vec<usize> = streams.iter().map(|stream| stream.x.dims()[1]).collect();
         let tokens = lengths.iter().sum();
+        // The shape of the scores.
         let scores = vec![batch, heads, tokens, tokens];
         if let Some(mask) = mask {
             check_mask(op, first.x, mask, &scores)?;
@@ -200,6 +201,7 @@ impl Normed {
             heads: [heads, heads],
             width,
             interleaved: true,
+            // None would mean that nothing is normalised.
             eps: Some(eps),
         }
     }

@@ -2,7 +2,7 @@
 //! ids are checked before the first is used.
 //!
 //! A tensor is treated as (outer, size, inner), where `size` is the dimension that is indexed; o, j (or an id) and i
-//! are indices in these three. If ids repeat, one thread adds the gradients of an element, in the order of the ids.
+//! are indices in these three. If ids repeat, one thread adds the gradients of an element, in the order of their j.
 
 use super::super::rows::rows_per_block;
 use super::checked_ids;
