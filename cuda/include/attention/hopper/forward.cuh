@@ -282,7 +282,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     __device__ __forceinline__ void run(float *log_sums, float *parts) const {
         init();
         if (int(threadIdx.x) >= GROUPS * WARPGROUP) {
-            // The copying warps give registers to the groups. The block's threads then have at most 65,536, as many as a multiprocessor has.
+            // The copying warps give registers to the groups. All threads of the block then have at most the 65,536 of a multiprocessor.
             registers_fewer<GROUPS == 2 ? 40 : 32>();
             if (int(threadIdx.x) == GROUPS * WARPGROUP) copy();
         } else {
