@@ -46,7 +46,7 @@ class Job:
     """The settings of a job that differ between models."""
 
     model: str
-    """The value of `--model`."""
+    """The value of `--model` of the commands. For this script's `sd3-large`, too, it is `sd3`."""
     steps: int
     """The number of training steps."""
     draw_steps: int
@@ -55,7 +55,8 @@ class Job:
     """The guidance scale with which an image is drawn."""
 
 
-# Arguments after the model: training steps, steps of drawing, guidance.
+# The jobs by the values of this script's `--model`. Arguments after the model: training steps,
+# steps of drawing, guidance.
 JOBS = {
     "sdxl": Job("sdxl", 200, 30, 6.0),
     "sd3": Job("sd3", 30, 28, 4.5),

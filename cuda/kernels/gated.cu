@@ -1,7 +1,7 @@
 // Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h * f(gate), elementwise. In GEGLU, f is GELU with the error function; in
 // SwiGLU, f is SiLU.
 //
-// A row of x (rows, 2 width) has h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x, has its shape.
+// A row of x (rows, 2 width) has h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x, has the shape of x.
 // Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; WIDE is the number of elements in
 // 16 bytes. Any grid gives the same results.
 

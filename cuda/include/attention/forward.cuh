@@ -108,8 +108,9 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
 
 // Computes the results and the log-sums of one tile of queries. A block has `WARPS` warps with 16 * M queries each. Shared memory holds the
 // tile of queries and two stages, each with `KEYS` keys and their values: one stage is filled while the warps work on the other. Rows in
-// shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`.
-// `VisibleKeys`, `Dense` or `Spans`, tells which keys a query sees.
+// shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows: `HeldRows` loads them into registers,
+// `SharedRows` leaves them in shared memory. `VisibleKeys`, `Dense` or `Spans`, tells which keys a query sees; `group()` is the number of
+// query heads that share a key head.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,

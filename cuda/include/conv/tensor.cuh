@@ -65,6 +65,7 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     using Right =
         std::conditional_t<FORWARD, WeightRows<T, COUNT, VEC, THREADS>, WeightColumns<T, COUNT, VEC, THREADS>>;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = LEFT_BYTES + Right::BYTES;
+    // Whether the summed values run along the rows of the weight's tile, or across them.
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;

@@ -124,7 +124,7 @@ def _from_merges(folder: Path) -> Tokenizer:
     lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     tokens = sorted(numbers, key=lambda token: int(numbers[token]))
-    # A token's index in `tokens` becomes its number.
+    # A token's index in `tokens` becomes its number. `pre` is GGUF's name of the pre-tokenizer.
     tokenizer = byte_level({"pre": "qwen2", "tokens": tokens, "merges": merges})
     added = {int(number): token for token, number in _read(folder / "added_tokens.json").items()}
     decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})

@@ -207,7 +207,8 @@ impl Tensor {
     }
 
     /// Checks that the host may read the values. It may not read those of a GPU while a function is captured as a CUDA
-    /// graph, because the capture records the kernels without running them.
+    /// graph, because the capture records the kernels without running them: `refuse` returns an error only during a
+    /// capture.
     fn check_readable(&self, op: &'static str) -> Result<()> {
         if self.device().is_cpu() { Ok(()) } else { capture::refuse(op) }
     }

@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 /// Sizes of dimensions.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// The number of elements that [`Blocks`] reads at a time, a block: small enough for several blocks to stay in the first-level cache, large enough
-/// for the work on a block to outweigh the work of gathering it.
+/// The number of elements that [`Blocks`] reads at a time, a block: small enough for several blocks to stay in the
+/// first-level cache, large enough for the work on a block to outweigh the work of gathering it.
 pub(super) const BLOCK: usize = 1024;
 
 /// Returns the shape to which two shapes broadcast by numpy's rules, or `None` if they do not broadcast.

@@ -304,7 +304,8 @@ impl Call<'_> {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
         // Only a single product y = a b may go to cuBLASLt, and only if a tile is known (`preferred`) with which
-        // cuBLASLt is faster than cuBLAS. `gemm_lt::run` returns false if it has queued nothing.
+        // cuBLASLt is faster than cuBLAS. `gemm_lt::run` returns false if it has queued nothing. The default `Extras`
+        // are none: no addend, bias or scales.
         let is_plain = count == 1 && narrow == [1.0, 0.0];
         if is_plain && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
@@ -350,8 +351,8 @@ impl Call<'_> {
         measured(self.gpu, name, queue)
     }
 
-    /// Describes one product to cuBLASLt, given the addresses of the operands and the result. `None` unless all three
-    /// are f16, or all are bf16.
+    /// Describes one product to cuBLASLt as yᵀ = bᵀ aᵀ, given the addresses of the operands and the result. `None`
+    /// unless all three are f16, or all are bf16.
     fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
         let dtype = match self.types {
             [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,

@@ -99,7 +99,8 @@ impl<'a> Gradient<'a> {
             return Ok(None);
         };
         let is_narrow = |ranks: usize| ranks.is_multiple_of(RANKS) && (RANKS..=MOST_RANKS).contains(&ranks);
-        // The gradient of the first factor of an adapted map is (rank, inner), that of the second is (outer, rank).
+        // The gradient of a LoRA factor A is (rank, inputs), that of a factor B is (outputs, rank). So the narrow
+        // matrix is `a` for a factor A, with m ranks, and `b` for a factor B, with n ranks.
         let is_a_narrow = is_narrow(m) && (m <= n || !is_narrow(n));
         let (ranks, columns) = if is_a_narrow { (m, n) } else { (n, m) };
         if !is_narrow(ranks) || !columns.is_multiple_of(STEP) || plan.k * columns == 0 {

@@ -10,7 +10,7 @@ use crate::form::{Form, Key};
 pub(super) struct Place<'a> {
     /// The index of the part (a model of the pipeline) whose layers the module adapts.
     pub part: usize,
-    /// The style of the name.
+    /// The style in which the name is written, such as kohya's or diffusers'.
     pub style: Style,
     /// The module's layers, each with the rows of the module that belong to the layer.
     pub layers: Vec<(&'a str, Form)>,

@@ -109,7 +109,8 @@ impl WeightFiles {
                 if ![1, rows].contains(&found.len()) {
                     let shape = self.files[file].shape(key).unwrap_or_default();
                     let text = format!(
-                        "\"{key}\" has shape {shape:?}, expected one scale for \"{weight}\" or one for each of its {rows} rows"
+                        "\"{key}\" has shape {shape:?}, expected one scale for \"{weight}\" or one for each of its \
+                         {rows} rows"
                     );
                     return Err(Error::weights(path, text));
                 }
@@ -135,12 +136,13 @@ impl WeightFiles {
                 // 0 stands for row-major order.
                 if bytes(&mut self.files[file], key)? != [0] {
                     let text = format!(
-                        "\"{weight}\" is not in row-major order, which is not supported; save it again in row-major order"
+                        "\"{weight}\" is not in row-major order, which is not supported; save it again in \
+                         row-major order"
                     );
                     return Err(Error::weights(self.files[file].path(), text));
                 }
             }
-            // It does not affect the weight's values.
+            // The tensor does not affect the weight's values.
             Beside::Nothing => {}
         }
         Ok(())

@@ -187,6 +187,8 @@ impl DecoderLayer {
         let keys = queries / self.heads * self.kv_heads;
         // Full checkpointing recomputes each layer alone.
         let recomputed_with_previous = false;
+        // In each pair below: the values of the layers' common input, and the tokens. The tape keeps this input, or the
+        // backward pass recomputes it.
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.
             saved.keep(states);
@@ -195,8 +197,7 @@ impl DecoderLayer {
             saved.attention(tokens, tokens / 2, self.out.in_features());
             // Attention keeps queries, keys, values and its result.
             saved.keep(2 * queries + 2 * keys);
-            // The pairs in this closure are the values of the layers' input that the tape keeps, and the tokens. The
-            // output projection keeps no input: its input is the result of attention, which attention keeps.
+            // 0: the input of the output projection is the result of attention, which has been counted above.
             saved.linear(&self.out, (0, tokens));
             // The input of the second norm.
             saved.keep(states);

@@ -1,5 +1,6 @@
 //! Gated linear units (Shazeer 2020, arXiv:2002.05202): the first half of the features times an activation of the
-//! second half, the gate. `codes`, `feed_forward` and `linear` fuse such a unit with the linear layers around it.
+//! second half, the gate. `feed_forward` and `linear` fuse such a unit with the linear layers around it; `codes` does
+//! so for layers with 8-bit weights, whose inputs are rounded to 8-bit codes too.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -98,8 +98,8 @@ impl Varlen {
                 return Err(Error::shape(
                     op,
                     format!(
-                        "k has shape {:?}, expected ({rows}, key heads, {width}) for q of shape {:?}, with a number of key heads \
-                         that divides {heads}",
+                        "k has shape {:?}, expected ({rows}, key heads, {width}) for q of shape {:?}, with a number of \
+                         key heads that divides {heads}",
                         k.dims(),
                         q.dims()
                     ),
@@ -109,6 +109,7 @@ impl Varlen {
         if v.dims() != k.dims() {
             return Err(Error::shape(op, format!("v has shape {:?}, expected that of k, {:?}", v.dims(), k.dims())));
         }
+        // The same dtype and device as q.
         for (name, other) in [("tensor k", k), ("tensor v", v)] {
             crate::ops::linear::same_kind(op, q, name, other)?;
         }
@@ -310,7 +311,7 @@ impl Backward for VarlenBackward {
 mod tests {
     use super::*;
 
-    /// The first key of each token, then the end of the queries of each token.
+    /// The first keys that the queries of all tokens see, then the ends of the queries that see the tokens' keys.
     fn spans_for(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
         spans_of(VARLEN.name, bounds, rows, window)
     }

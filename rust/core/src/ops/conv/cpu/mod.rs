@@ -1,7 +1,8 @@
 //! The CPU form of `conv2d` and of its gradients. All tensors are contiguous: images (B, H, W, C), weights (O, KH, KW,
 //! C / groups), where B is the batch, O the output channels and KH, KW the kernel's size. Each pass has three forms:
 //! pointwise (a 1 × 1 kernel without stride, padding or groups: one matrix product over all pixels), depthwise (each
-//! channel by itself), and general (a [`Stencil`]).
+//! channel by itself), and general. A [`Stencil`] says which elements of its input a pass sums at each kernel tap; the
+//! general form of the gradient of the weights is in the module `weight`.
 
 mod depthwise;
 pub(super) mod patch;
