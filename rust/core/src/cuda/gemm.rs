@@ -1,7 +1,8 @@
 //! Matrix products by cuBLAS.
 //!
 //! cuBLAS takes and writes column-major matrices. A row-major matrix is its own transpose in column-major order, so
-//! y = a b is computed as yᵀ = bᵀ aᵀ. No operand with stride 1 along one dimension is copied.
+//! y = a b is computed as yᵀ = bᵀ aᵀ. An operand is copied only if neither dimension has stride 1, or if its rows or
+//! columns overlap, as those of a broadcast matrix do.
 //!
 //! If the destination shares its storage with an operand, these functions return [`Error::Argument`], where those of
 //! the CPU engine return [`Error::Candle`].
