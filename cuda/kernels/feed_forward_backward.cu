@@ -160,6 +160,7 @@ template <typename T> struct Block : BackwardArguments<T> {
                 results.values[matrix][half][2] = found.z, results.values[matrix][half][3] = found.w;
             }
         }
+        // Products i and i + 1 (`next` is 0 or 1), whose right operands are loaded at once.
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
             uint32_t right[MATRICES][4];

@@ -33,8 +33,8 @@ struct LowRankHalves {
 };
 
 // The low-rank product of one half (h or gate), with the values of `up` for the 32 columns of a warp. The ranks are divided into TILES
-// tiles of 16. `row` is the distance between rows of `hidden`, in elements. Of sixteen rows at a time, a thread has rows lane / 4 (i = 0)
-// and lane / 4 + 8 (i = 1).
+// tiles of 16 (RANKS). `row` is the distance between rows of `hidden`, in elements. Of sixteen rows at a time, a thread has rows lane / 4
+// (i = 0) and lane / 4 + 8 (i = 1).
 template <typename T, int TILES> struct Half {
     const T *hidden;
     uint32_t row;

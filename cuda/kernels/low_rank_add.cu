@@ -71,7 +71,7 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
         }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-        load_up<T, is_backward>(up[tile], static_cast<const T *>(sum->tiles[tile].up), sizes.up_row, column, 0, g, t);
+        load_up<T, is_backward>(up[tile], static_cast<const T *>(sum->tiles[tile].up), sizes.up_row, column, /* rank: */ 0, g, t);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         float products[4][4] = {};

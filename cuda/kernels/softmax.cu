@@ -1,9 +1,10 @@
 // Softmax, log-softmax and log-sum-exp over the last dimension.
 //
 // x and its gradient dx are (rows, len). y and its gradient grad are (rows) for log-sum-exp, and (rows, len) for the other two functions.
-// Launch of all kernels: over rows (rows.cuh), where a team of threads works on a row. N is the number of elements in one access: WIDE<T>
-// (16 bytes) if the length and the addresses allow, otherwise 1. `LOG` selects log-softmax instead of softmax. `shared` is for sums over
-// the team.
+// Launch of all kernels: over rows (rows.cuh), where a team of threads (a warp or a block) works on a row. N is the number of elements in
+// one access: WIDE<T> (16 bytes) if the length and the addresses allow, otherwise 1. `LOG` selects log-softmax instead of softmax. `shared`
+// is for sums over the team. `keep_narrow`, between two loops over a row, makes the compiler keep the row's 16-bit values in registers
+// without widening them, because widened values take twice the registers.
 
 #include "softmax.cuh"
 

@@ -18,7 +18,8 @@ _CURES: Final = {
     _core.GradScaler: _LOAD_STATE,
     **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
 }
-"""For each other class whose objects are rejected, what the error says to do instead."""
+"""For each class whose objects are rejected, except optimizers: what the error says to do
+instead."""
 
 
 def reject(kind: type, cure: str = _LOAD_STATE) -> None:

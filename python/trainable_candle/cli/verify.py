@@ -97,6 +97,8 @@ def lines(
         for (kind, rank, scale), count in kinds.most_common(_SHOWN)
     ]
     text += [f"  {_applied(tool, modules, only_peft)}" for tool in report.tools]
+    # The first tool decides whether the file is good: ComfyUI, or peft for language models. The
+    # demo's model has no tools.
     main_tool = report.tools[0] if report.tools else "this library"
     wrong = [
         f"  {m.module}: {fault}"

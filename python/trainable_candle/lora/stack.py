@@ -72,7 +72,7 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
 
     Args:
         model: a model without adapters.
-        factors: the factors of each layer, of at least one. The columns of a convolution's `down`
+        factors: the factors by layer, for at least one layer. The columns of a convolution's `down`
             are in torch's order: input channels before the height and width of the kernel.
     """
     tensors = model.named_tensors()

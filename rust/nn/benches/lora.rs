@@ -126,8 +126,8 @@ fn our_step((dtype, rows, width, rank): Case, device: &Device) -> Result<Step> {
 
 /// The step of the layer written with candle's tensors.
 fn candle_step((dtype, rows, width, rank): Case, device: &Device) -> Result<Step> {
-    // The values come from this library's generator. Candle's generator needs functions of cuRAND that the CUDA build
-    // does not define.
+    // The values come from this library's generator. Candle's generator needs functions of cuRAND that are missing
+    // in this project's CUDA builds (`cuda/src/linked/symbols.rs` defines only a few).
     let plain_random = |rows: usize, columns: usize| -> Result<Plain> {
         let values = random((rows, columns), DType::F32, &Device::Cpu)?.to_vec::<f32>()?;
         Ok(Plain::from_vec(values, (rows, columns), device)?.to_dtype(dtype)?)

@@ -141,6 +141,6 @@ pub fn synchronize(device: &Device) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
     gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
-    // Kernels write an id that is out of range to the board.
+    // The board is device memory to which kernels report ids that are out of range.
     gpu.board().check()
 }

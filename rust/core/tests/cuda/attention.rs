@@ -24,7 +24,7 @@ fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
 /// than k and v.
 fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let [q, k, v] = [split_heads(&x[0], heads)?, split_heads(&x[1], heads)?, split_heads(&x[2], heads)?];
-    let mixed = scaled_dot_product_attention(&q, &k, &v, None, is_causal, None)?;
+    let mixed = scaled_dot_product_attention(&q, &k, &v, /* mask: */ None, is_causal, /* scale: */ None)?;
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
@@ -144,12 +144,14 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Sizes with fewer steps (a tile of queries times a tile of keys) than thread blocks. A thread block without a step
-/// writes no partial sum, and the kernel that adds the partial sums must not read the memory for it.
+/// Sizes with fewer steps (a tile of queries times a tile of keys) to share than thread blocks. A thread block without
+/// a shared step writes no partial sum, and the kernel that adds the partial sums must not read the memory for it.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     let device = gpu().unwrap();
+    // The third size has 133 tiles of 192 queries in the forward pass: each of an H100's 132 thread blocks computes one
+    // tile alone, and they share only the eight steps of the last tile.
     for (queries, keys, heads, width) in
         [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64), (1000, 77, 2, 64)]
     {
@@ -270,7 +272,8 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
         (&[40, 9][..], 2, 40, 6),
     ] {
         let scale = random(&[width], 1.0, DType::F32);
-        // For all streams together: each takes as many of the first angles as it has tokens, at most 333.
+        // One table for all streams: a stream of n tokens takes the first n rows. No stream has more tokens than the
+        // table has rows, 300 or 333.
         let angles = random(&[300.max(lengths[0]), width / 2], 1.0, DType::F32);
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
         for is_rotated in [true, false] {
@@ -291,7 +294,7 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
                     Stream { x, norms: [Some(&scale), None], angles: is_rotated.then_some([cos, sin]) }
                 };
                 let streams: Vec<_> = x.iter().zip(&tables).map(stream).collect();
-                normed_attention(&streams, HeadSizes { heads, width, eps: 1e-6 }, None)
+                normed_attention(&streams, HeadSizes { heads, width, eps: 1e-6 }, /* mask: */ None)
             };
             for (dtype, tolerance) in TOLERANCE {
                 let projections = |&length: &usize| random(&[2, length, 3 * heads * width + other_columns], 1.0, dtype);

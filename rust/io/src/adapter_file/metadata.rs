@@ -35,6 +35,7 @@ pub(super) fn entries(
         }
         add(CONFIGURATION, Value::Object(config).to_string());
     }
+    // Here `base` is the base model as other tools name it in metadata; models that those tools do not know have none.
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);

@@ -22,8 +22,8 @@ pub struct Rope {
     longest: usize,
 }
 
-/// The scaling of the frequencies. A frequency *makes* `original · frequency / 2π` rotations in a text of the original
-/// length.
+/// The scaling of the frequencies. The original length, `original`, is the number of tokens of the texts in
+/// pretraining. A frequency *makes* `original · frequency / 2π` rotations in a text of this length.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
     /// No scaling.

@@ -115,7 +115,8 @@ impl Configuration for UNetConfig {
         // addition_embed_type_num_heads belongs to other values of addition_embed_type. sample_size is read below; it
         // does not affect the model, so a value of another type counts as missing.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
-        // `only` accepts a missing field, but a missing `addition_embed_type` means no additional embedding.
+        // `only` accepts a missing or null field, but without a value `addition_embed_type` means no additional
+        // embedding.
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));
         }
@@ -171,7 +172,7 @@ impl Configuration for UNetConfig {
         if let Value::Object(varying) = varying {
             map.extend(varying);
         }
-        // The published configurations have null instead of false here.
+        // The published configurations have null instead of false here; `from_json` accepts both.
         map.insert("mid_block_only_cross_attention".into(), Value::Null);
         map
     }
