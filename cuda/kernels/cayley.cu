@@ -66,7 +66,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
 }
 
 // With V = (I + Q)^-1 = I + D / 2 and G = grad, the gradient of Q as a matrix of independent elements is -2 V^T G V^T. But an element of
-// `upper` occurs in Q above the diagonal and, negated, below. So its gradient is the difference of two elements of this matrix.
+// `upper` occurs in Q at (row, column) above the diagonal and, negated, at (column, row). So its gradient is this matrix at (row, column)
+// minus this matrix at (column, row).
 template <typename T>
 __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
                                          uint64_t count, uint32_t size) {

@@ -6,9 +6,9 @@
 // - parts of the products of the gradients of h and gate with the maps' factors B, each part summed over the columns of a block.
 // The unit itself, which the gradient of W's factor A needs, exists only in registers. A second kernel adds the parts in a fixed order.
 //
-// The products use PTX' `mma.m16n8k16`. A warp has 32 columns, and works on sixteen rows at a time. Of each of its two rows, a thread has
-// eight neighbouring columns, which it loads and stores at once, as four 32-bit words of two columns. Product i (0 to 3) computes word i
-// of every thread, so column n of the product is column 8 (n / 2) + 2 i + n % 2 of the warp, with integer division. The words with the
+// The products use PTX' `mma.m16n8k16`. A warp has 32 columns, and works on sixteen rows at a time. A thread has eight neighbouring columns
+// of two of these rows. It loads and stores them at once, as four 32-bit words of two columns. Product i (0 to 3) computes word i of every
+// thread, so column n of the product is column 8 (n / 2) + 2 i + n % 2 of the warp, with integer division. The words with the
 // results serve as left operands of products that sum over columns and, after `turn`, as right operands of products that sum over rows.
 //
 // Indices: `matrix` is 0 for h, 1 for gate, 2 for the unit; `half` is 0 or 1 for row lane / 4 + 8 half of a tile of sixteen rows; `index`
