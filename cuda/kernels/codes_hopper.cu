@@ -1,6 +1,6 @@
 // Scaled products of 8-bit codes, out = x wᵀ, on compute capability 9.0 (code for sm_90a alone). include/codes/hopper.cuh has the code.
 //
-// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j]
+// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j], where round() rounds to the dtype of out
 //
 // product_of_codes_int8_{n80,n128,n160,n256}_{f16,bf16}, product_of_codes_e4m3_n80_{f16,bf16}: out (rows, stride) from x (rows, inner) and
 // w (rows of all parts, inner). w consists of `count` parts, one below the other. The rows of a part give the columns of out from the

@@ -45,7 +45,8 @@ template <typename T> struct Warp {
                 values[matrix].rows[half] = words<uint4>(x + (2 * row(half) + matrix) * width + column + 8 * t);
     }
 
-    // Loads the warp's rows of `hidden`, for h and for gate, as left operands of products.
+    // Loads the warp's rows of `hidden`, for h and for gate, as left operands of products. A thread has the ranks 4 t to 4 t + 3; load_up
+    // loads the right operands in the same order of ranks.
     __device__ __forceinline__ void load_hidden(uint32_t (&left)[2][4]) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)

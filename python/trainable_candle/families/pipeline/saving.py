@@ -52,7 +52,9 @@ def save_file(
     output: Path,
     quantize: Mapping[str, str],
 ) -> None:
-    """Write one file with the tensors' original names and `models` in place of those in `weights`.
+    """Write one file with `models` in place of those in `weights`.
+
+    The tensors have the names of original checkpoints, not those of diffusers' folders.
 
     Args:
         weights: the original checkpoint, from which everything but `models` is taken.

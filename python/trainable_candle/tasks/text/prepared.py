@@ -64,9 +64,9 @@ class Packing:
         """Return shuffled batches of `batch_size` packed rows.
 
         If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different lengths in
-        tokens, and at most as many as there are graphs (`--cuda-graphs`). Steps run as graphs on a
-        GPU, if `token_count_fixes_shapes` is true and the family's `repeats` is: the model runs the
-        same operations for all batches of equal size.
+        tokens, and at most as many as there are graphs (`--cuda-graphs`). Steps run as graphs if
+        the run is on a GPU, and both `token_count_fixes_shapes` and the family's `repeats` (the
+        model runs the same operations for all batches of equal size) are true.
         """
         config = self._family.config
         in_graphs = config.on_gpu and self.token_count_fixes_shapes and self._family.repeats

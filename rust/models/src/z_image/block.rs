@@ -39,6 +39,7 @@ struct FeedForward {
 impl FeedForward {
     fn new(config: &ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, middle) = (config.dim, config.middle());
+        // `false`: the layers have no bias.
         Ok(Self {
             inner: weights.linear_group(&[("w3", middle), ("w1", middle)], dim, false, Init::Kaiming)?,
             w2: weights.linear("w2", middle, dim, false)?,
@@ -53,6 +54,8 @@ impl FeedForward {
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let hidden = tokens * self.w2.in_features();
         let input_is_cheap = true;
+        // The pairs are the number of values of the layers' input and the number of tokens. The network's input is as
+        // wide as its output, the result of `w2`.
         saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), input_is_cheap);
         // The tape keeps the features and their gate.
         saved.keep(2 * hidden);

@@ -198,7 +198,8 @@ fn number_magnitudes<R: Registers, const SIGNED: bool>(
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
     // The last number of a decade, plus `base`, is the whole part of 9/4 of the decade's offset plus a constant. With
-    // `SIGNED`, decade d has the numbers from 2^d to 2^(d+1) - 1, and its offset is 8/9 · 2^d + `base`. The fraction of
+    // `SIGNED`, decade d has the numbers from 2^d to 2^(d+1) - 1, and its offset is 8/9 · 2^d + `base`. Without it,
+    // the numbers go from 2^(d+1) - 1 to 2^(d+2) - 2, and the offset is 8/9 · 2^(d+1) - 1 + `base`. The fraction of
     // the constant is chosen so that the whole part is also right for the first decade, whose line differs.
     let fraction = if SIGNED { -0.06 } else { 0.95 };
     let constant = r.splat(fraction - 1.25 * base(SIGNED));

@@ -59,7 +59,8 @@ pub(super) struct Parameter {
     /// The number of the variable's first element, as [`number_elements`] counts, if the variable and its states are
     /// rounded stochastically to bf16; otherwise None.
     pub(super) rounded: Option<u64>,
-    /// The two numbers that the variable's last update wrote to [`Chunk::sums`](super::Chunk::sums).
+    /// The two sums over the variable that its last update wrote to [`Chunk::sums`](super::Chunk::sums). Only Prodigy
+    /// uses them.
     pub(super) sums: [f64; 2],
 }
 

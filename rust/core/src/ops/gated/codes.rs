@@ -67,6 +67,7 @@ pub fn geglu_feed_forward(
         }
         None => compute::binary(&x.raw, &residual.raw, Add),
     })?;
+    // Without codes (the kernel does not support these tensors), the rest runs as separate operations.
     let Some((code_rows, statistics)) = norm_codes.take() else {
         return network(&layer_norm(&sum, 1, affine[0], affine[1], eps)?, &sum);
     };

@@ -11,13 +11,14 @@ use crate::optim::state::Parameter;
 #[derive(Clone)]
 pub(super) struct DeviceMaster {
     pub(super) values: Raw,
-    /// The version of the variable from which the values were last derived.
+    /// The version of the variable that `values` match. If the variable has another version, it was set outside the
+    /// optimizer.
     pub(super) follower: Follower,
 }
 
 impl DeviceMaster {
-    /// Sets the master values to those of `parameter` on the host if they are current (derived from the variable's
-    /// present version), otherwise to the values of the variable itself.
+    /// Sets these master values to the host's (`parameter.master`) if those belong to the variable's present version,
+    /// otherwise to the values of the variable itself.
     pub(super) fn take(&self, parameter: &Parameter) -> Result<()> {
         let version = parameter.var.version();
         match parameter.master.as_ref().filter(|master| master.version == version) {

@@ -101,7 +101,8 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let size = self.size;
         let grad = contiguous(context.grad())?;
         let Some(Reads { x, rstd, mean: Some(mean) }) = &self.reads else {
-            // Only the gradient of the shift is needed.
+            // Nothing was saved, because only the gradient of the shift is needed. If group norm saves anything, it
+            // also saves the mean.
             return self
                 .affine
                 .add_shift_only(context, &grad.reshape((1, size.batch * size.positions, size.channels))?);

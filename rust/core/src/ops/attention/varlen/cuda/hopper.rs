@@ -60,7 +60,7 @@ pub fn forward(
         v: map(&encoder, v, &key_sizes, sizes.keys, KEYS)?,
         o: map(&encoder, o, sizes, sizes.queries, STORED_ROWS)?,
     };
-    // The counter after the spans, with which the blocks take tiles.
+    // The counter after the spans (two numbers for each token), with which the blocks take tiles.
     let taken = spans.narrow(0, 2 * sizes.queries as usize, 1)?;
     let blocks = (sizes.queries.div_ceil(queries) * sizes.heads).min(gpu.multiprocessors() as u32);
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
@@ -130,9 +130,9 @@ impl Pass<'_> {
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
         // `plan` divides the work among the blocks; the first kernel computes it. `turns` says which block adds next to
-        // a tile of `sums`, the gradients of the queries. `statistics` has two numbers for each query. A block may
-        // share its first and its last item, each a tile of keys of a head, with other blocks. So `parts` has two parts
-        // for each block, with the gradients of keys and of values.
+        // a tile of `sums`, the gradients of the queries; the first kernel sets it to zero. `statistics` has two
+        // numbers for each query. A block may share its first and its last item, each a tile of keys of a head, with
+        // other blocks. So `parts` has two parts for each block, with the gradients of keys and of values.
         let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
         let (statistics, sums) = (floats([tiles, 2 * queries])?, floats([tiles, queries * columns])?);
         let parts = floats([2 * blocks, 2 * KEYS * columns])?;
@@ -179,7 +179,7 @@ impl Pass<'_> {
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         // Each of the at most `blocks` - 1 items that blocks share has 2 · `KEYS` · `columns` numbers, and a thread
-        // block sums 2048 of them.
+        // block sums 2048 of them. With 128 for `KEYS`, these are `columns` / 8 thread blocks for each item.
         let shape = Shape { grid: [tiles + (blocks - 1) * columns / 8, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {
             sums: input(op, &sums)?,
