@@ -10,7 +10,7 @@
 template <typename T> constexpr bool IS_HALF = sizeof(T) == 2;
 template <typename A> __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 
-// The hardware's approximations of 2^x, with an error of at most 2 ulp, and of 1 / x. They treat subnormal arguments as 0, return 0 instead
+// The hardware's approximations of 2^x and 1 / x, with errors of at most 2 ulp. They treat subnormal arguments as 0, return 0 instead
 // of subnormal results, and need fewer instructions than CUDA's functions.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

@@ -17,7 +17,7 @@
 // `partials` is null, unless a comment below says otherwise.
 //
 // The forward pass of f32 on tensor cores: `pairs_{left,right}` split each operand into x = hi + lo in bf16, and write three bf16 parts
-// for each row, one after another, as three times as many channels: hi hi lo of the image and hi lo hi of the weight. The bf16
+// for each row, one after another, as three times as many channels: hi hi lo of the image (left), hi lo hi of the weight (right). The bf16
 // forward pass over these channels sums all products but lo * lo. If its sums are not split, `partials` is the f32 result itself, and
 // `sums_bias` is the f32 bias.
 #include "conv/plain.cuh"
@@ -129,6 +129,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &a
             if (ACCUMULATE && i < size) sum[i] += widen(y[first + i]);
             result.values[i] = narrow<T>(sum[i]);
             if (addend.rows == nullptr || i >= size) continue;
+            // The quotient is the element's row, the remainder its column.
             const Quotient place = divide(first + i, columns);
             result.values[i] = narrow<T>(widen(result.values[i]) + widen(addend.row(place.quotient, columns)[place.remainder]));
         }

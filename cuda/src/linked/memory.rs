@@ -160,6 +160,7 @@ impl Driver {
     fn create(&self, address: u64, size: usize) -> Result<u64, Status> {
         let location = Location::device(self.device);
         let properties = AllocationProperties {
+            // "Pinned" means here that the memory cannot migrate from the device.
             kind: driver::PINNED,
             handle_kinds: 0,
             location,
@@ -175,7 +176,7 @@ impl Driver {
                 driver::cuMemRelease(handle);
                 return Err(status);
             }
-            if let Err(status) = check(driver::cuMemSetAccess(address, size, &raw const access, 1)) {
+            if let Err(status) = check(driver::cuMemSetAccess(address, size, &raw const access, /* count: */ 1)) {
                 driver::cuMemUnmap(address, size);
                 driver::cuMemRelease(handle);
                 return Err(status);

@@ -56,6 +56,7 @@ def run(arguments: Sequence[str], program: str) -> int:
             merged = output / "model.gguf"
             export.write_model(family.weights, adapter, merged, given["gguf"])
         else:
+            # The result says how much of the adapter's change remains after rounding.
             print(export.write_merged(family.weights, adapter, output))
         if base_loss is not None:
             _compare(task, adapter_path, merged, given["dataset"], base_loss)

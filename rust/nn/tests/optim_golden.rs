@@ -1,6 +1,8 @@
 //! Compares optimizers, clipping and schedules with stored results of torch, bitsandbytes, prodigyopt and transformers
 //! (tests/golden/optim, whose scripts describe the names of the tensors). `p0` has a variable's initial values,
-//! `grad.I` its gradient for step I, and `CASE.p` its values after the last step.
+//! `grad.I` its gradient for step I, and `CASE.p` its values after the last step. In prodigyopt.safetensors, which has
+//! two variables V, these are `pV`, `gradV.I` and `CASE.pV`. In bitsandbytes.safetensors, which has variables of LEN
+//! elements, they are `p0.LEN`, `gradI.LEN` and, after step N, `CASE.pN.LEN`.
 
 use std::path::Path;
 

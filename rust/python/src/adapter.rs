@@ -1,4 +1,7 @@
 //! The Python class `Adapter` of a single linear layer, and the initial values of linear layers.
+//!
+//! The number that functions pass to `compute` is a number of elements that tells how long the work takes: `compute`
+//! releases the GIL if the number is large.
 
 use pyo3::prelude::*;
 use tc::{DType, Tensor as Inner};

@@ -49,7 +49,8 @@ def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
 def _with_prediction(config: Path, prediction_type: str) -> NoiseSchedule:
     """Return the schedule that a scheduler's configuration describes, with another prediction."""
     fields = parse_json(config.read_bytes()) | {"prediction_type": prediction_type}
-    # `from_pretrained` reads only files, so write the changed configuration into one.
+    # `from_pretrained` takes the path of such a file or of a pipeline's folder, but no fields, so
+    # write the changed configuration into a file.
     with tempfile.TemporaryDirectory() as folder:
         changed = Path(folder, config.name)
         changed.write_text(json.dumps(fields), encoding="utf-8")

@@ -277,7 +277,7 @@ impl Drop for Shards {
     }
 }
 
-/// The handle at the start of a text from [`Shards::new`].
+/// The handle at the start of a text from [`Shards::new`]: two hexadecimal digits for each of its [`HANDLE`] bytes.
 fn parsed_handle(text: &str) -> Option<Handle> {
     let digits = text.split(' ').next()?.as_bytes();
     let mut handle = [0; HANDLE];

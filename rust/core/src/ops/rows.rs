@@ -86,8 +86,8 @@ fn larger<R: Real>(a: R, b: R) -> R {
 }
 
 /// Joins the results of `f` for all elements of a row by `operation`, whose neutral element is `neutral`. Lane i joins
-/// the elements i, i + [`LANES`], i + 2 [`LANES`] and so on, of which the last comes first: the rest of the row that
-/// fills no chunk. Then the lanes are folded to one value.
+/// the elements i, i + [`LANES`], i + 2 [`LANES`] and so on. It begins with the last of them if the end of the row is
+/// an incomplete chunk, and goes on from the start of the row. Then the lanes are folded to one value.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);

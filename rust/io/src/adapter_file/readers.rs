@@ -208,6 +208,7 @@ impl Reader {
             (Tool::Peft, false) => Outcome::Ignored("its OFT rotates inputs; train with --oft-side input for peft"),
             (_, true) => Outcome::Ignored("its OFT rotates outputs; train with --oft-side output for this tool"),
             (Tool::A1111, false) => Outcome::Changed("it rotates biases too"),
+            // Of the other tools only ComfyUI loads OFT.
             (_, false) if found.limited => {
                 Outcome::Changed("it limits rotations to alpha, not to alpha times the number of outputs")
             }

@@ -112,7 +112,8 @@ impl ResnetBlock {
     /// its input is concatenated with a result of a down block, which the tape keeps anyway.
     pub fn saved(&self, area: usize, own_channels: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
-        // Layers are counted with (number of their input values, number of pixels).
+        // Layers are counted with (number of their input values, number of pixels). `cheap_conv` is for convolutions
+        // whose input comes from a norm, which selective checkpointing recomputes.
         let inputs = area * channels;
         let recomputed_with_previous = false;
         saved.block(area * own_channels.unwrap_or(channels), recomputed_with_previous, |saved| {

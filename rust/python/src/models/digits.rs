@@ -71,7 +71,7 @@ impl DigitsTransformer {
             attention_head_dim: attention_head_dim.count(OP, "attention_head_dim")?,
             mlp_ratio: mlp_ratio.count(OP, "mlp_ratio")?,
             num_classes: num_classes.count(OP, "num_classes")?,
-            // One colour channel, and the width of the timestep's embedding.
+            // The other fields: one colour channel, and the default width of the timestep's embedding.
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;

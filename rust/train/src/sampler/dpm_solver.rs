@@ -28,7 +28,8 @@ impl DpmSolver {
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         // The noise-to-data ratio at each timestep of the training, ascending.
         let all = schedule.sigmas();
-        // The first `steps` of `steps + 1` timesteps: the last of them is only the end of the last step.
+        // Of `steps + 1` spaced timesteps, only the first `steps`, at which steps start: the last step ends at σ = 0,
+        // pushed below, and not at the remaining timestep.
         let mut timesteps = grid::spaced(schedule, steps + 1, steps)?;
         if schedule.config().timestep_spacing == TimestepSpacing::Linspace {
             timesteps.iter_mut().for_each(|t| *t = t.round_ties_even());

@@ -37,6 +37,7 @@ fn cases(activation: Activation) -> Vec<Case> {
         case("nothing before", &[&[2, 3, 34]], 0),
         case("nothing before, from a column on", &[&[2, 3, 22]], 4),
         case("from a column on", &[&[2, 3, 22], &[2, 3, 5]], 4),
+        // All sizes are multiples of 16, so CUDA kernels access 16 bytes at a time, and not one element.
         case("wide", &[&[3, 48], &[3, 16]], 16),
         Case::new("input read twice", &[&[2, 3, 16]], move |x| read_twice(x, activate_beside))
             .plain(move |x| read_twice(x, plain)),
