@@ -31,9 +31,9 @@ struct Targets {
 
 namespace {
 
-// Divides a row among the threads of its team, and calls f(index of the first element, number of elements as a constant) for each part.
-// Parts are packs between the first and the last 16-byte boundary, and single elements before and after these packs. Without `wide`,
-// all parts are single elements.
+// Divides a row among its team, the blockDim.x threads that work on the row (rows.cuh), and calls f(index of the first element, number of
+// elements as a constant) for each part. Parts are packs between the first and the last 16-byte boundary, and single elements before and
+// after these packs. Without `wide`, all parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
         Exponentials<T> exponentials;
         A sum = 0; // the sum of the logits, for the smoothing
         const bool smooth = smoothing > 0.0;
-        for_each_pack(start, logits.classes, true, [&](uint32_t at, auto count) {
+        for_each_pack(start, logits.classes, /*wide=*/true, [&](uint32_t at, auto count) {
             constexpr int N = decltype(count)::value;
             const auto pack = load_pack<N>(start + at);
             exponentials.add(pack);

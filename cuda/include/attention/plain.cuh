@@ -2,6 +2,7 @@
 // Arithmetic is in f32, or in f64 for f64. Scores are computed tile by tile, for `PLAIN_TILE` queries and as many keys. A block computes
 // `PLAIN_COLUMNS` columns of a tile of rows of the result or of a gradient. If there are more columns, several blocks compute the same
 // scores. `VisibleKeys` tells which keys a query sees, and how many heads of queries share a head of keys (group).
+// Its `HAS_SPANS` is false if a query sees all keys that `AttentionShape` allows; then `first_key` is 0 for every query.
 #pragma once
 
 #include "shape.cuh"

@@ -110,6 +110,7 @@ def _quantize_image_model(task: LatentTask, given: Mapping[str, Any], output: Pa
     before = _loss(task, given)
     if before is not None:
         # Computing the loss frees parts of the model that `save_merged` writes: load them again.
+        # `tell` prints nothing: the first load has printed its notes.
         again = load_model(given, "cpu", given.get("precision"), tell=lambda _: None)
         task = cast("LatentTask", again)
     task.save_merged(output, given["to"])

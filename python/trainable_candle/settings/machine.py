@@ -115,7 +115,7 @@ class Machine(Group):
         str,
         Setting(
             "format of the frozen model's linear layers",
-            (AUTO, SAME, *FORMATS),
+            choices=(AUTO, SAME, *FORMATS),
             rare=True,
         ),
     ] = AUTO

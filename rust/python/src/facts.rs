@@ -169,8 +169,8 @@ impl PartFacts {
         self.0.stored_format().map(trainable_candle_core::quantized::Format::name)
     }
 
-    /// Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. Those
-    /// layers stay quantized without `quantize`; `quantize` would round their values a second time.
+    /// Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. The
+    /// quantized layers of a GGUF file stay so without `quantize`, which would round their values a second time.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()

@@ -14,7 +14,8 @@
 
 // Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`,
 // and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before this span; the
-// backward pass orders its sums by it. (With `Shares`, shares.cuh, it is the number of places; with `Queue`, queue.cuh, it is not used.)
+// backward pass orders its sums by it. (With `Shares`, shares.cuh, it also counts the loads and stores of whole items, as a number of
+// steps that take equally long; with `Queue`, queue.cuh, it is not used.)
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;

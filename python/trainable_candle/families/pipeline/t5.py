@@ -91,6 +91,9 @@ class T5:
     def encode_one(self, caption: str) -> Tensor:
         """Return the encoder's outputs for a caption and one padding token, which is masked.
 
+        The mask hides the padding token from the caption's tokens. Its own output is among the
+        results, because Chroma's transformer reads the outputs of a caption and one padding token.
+
         Returns:
             (1, L, width), with L = `read_tokens(caption)`. If the caption with its end token has
             `length` tokens or more, there is no padding token.

@@ -84,7 +84,8 @@ impl Node {
         self.is_recomputed.load(Ordering::Relaxed)
     }
 
-    /// The result of an operation, computed again.
+    /// The result of an operation, computed again. Callers have checked earlier that the node
+    /// [`is_recomputed`](Self::is_recomputed), so it is no leaf, and only freed values can be the reason for an error.
     pub(crate) fn result(&self) -> Result<Raw> {
         let gone = || {
             let message = format!(

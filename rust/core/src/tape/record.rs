@@ -145,6 +145,8 @@ pub fn record_no_backward(
     if flags().grad_enabled() && inputs.iter().any(|t| t.node.is_some()) {
         return Err(Error::NoBackward { op });
     }
+    // A checkpoint must know what its function reads: variables among it must not change before the recomputation.
+    // For operations with a derivative, `checkpoint::run` does this.
     checkpoint::reads(inputs);
     Ok(Tensor::constant(forward()?))
 }

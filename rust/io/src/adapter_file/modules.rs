@@ -12,7 +12,7 @@ use crate::tensor_file::TensorFile;
 /// The adapter of one module.
 #[derive(Default)]
 pub(super) struct Stored {
-    /// Parameters under peft's names, laid out as in files.
+    /// Parameters under this crate's names, which are peft's, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
     /// The module's alpha. The scale of most kinds is alpha / rank; for OFT that rotates outputs, alpha limits the
     /// rotation (`oft::apply_limit`).
@@ -20,8 +20,8 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// The module's parameters as a layer's values, for the kind, the rank and the shapes of the adapter. These do not
-    /// depend on the other two fields, which have neutral values.
+    /// The module's parameters as a layer's values, from which a caller determines the kind, the rank and the shapes of
+    /// the adapter. The scale and the number of Cayley terms do not affect these, so both have neutral values.
     pub(super) fn layer_values(&self) -> LayerValues {
         let parameters = self.parameters.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         LayerValues { parameters, scale: 1.0, cayley_neumann_terms: None }

@@ -140,6 +140,8 @@ impl Tensor {
         let mut shape = Shape::from_arguments(shape)?.numbers("expand")?;
         // The number of new leading dimensions. If `shape` has too few dimensions, `broadcast_as` returns the error.
         let offset = shape.len().wrapping_sub(self.0.rank());
+        // For a new leading dimension, `position - offset` wraps around, and this tensor has no such dimension: a size
+        // of -1 stays, for which `sizes` returns the error.
         for (position, size) in shape.iter_mut().enumerate() {
             if let (-1, Some(&current)) = (*size, self.0.dims().get(position.wrapping_sub(offset))) {
                 *size = current as i64;
