@@ -26,8 +26,8 @@ struct Lerp {
     }
 };
 
-// Changes the `N` neighbouring elements of y with the offset offsets[0] by those of x with the offset offsets[1]. If strides[1], the stride
-// of x, is 0, all have the same x. `for_each` calls `run` once in each thread.
+// `for_each` calls `run` once in each thread. `run` applies F to the `N` neighbouring elements of y from y[offsets[0]] on and to those of x
+// from x[offsets[1]] on, and writes the results to y. If strides[1], the stride of x, is 0, x[offsets[1]] stands for all `N` elements of x.
 template <typename F, typename D, typename S> struct Update {
     D *y;
     const S *x;

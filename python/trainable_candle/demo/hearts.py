@@ -128,6 +128,7 @@ def run_demo(
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
     """Return the settings of a run that trains on `output/dataset` and writes to `output`."""
     return TrainConfig(
+        # Without `weights`: the package's tiny SDXL, which was trained only on flowers.
         model="sdxl",
         dataset=str(output / DATASET),
         output=str(output),

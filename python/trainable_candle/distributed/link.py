@@ -351,7 +351,7 @@ class Link:
     def _hear(self, rank: int, connection: Connection[Any, Any]) -> None:
         """Receive the heartbeats of `rank`; make the run fail if they stop.
 
-        Also if they say that the process has exceeded the time limit of its phase.
+        The run also fails if the process has exceeded the time limit of its phase by `GRACE`.
         """
         beat: dict[str, Any] = {"phase": "starting", "limit": None, "age": 0.0}
         heard_at = time.monotonic()

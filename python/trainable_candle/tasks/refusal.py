@@ -37,7 +37,8 @@ _ADVICE: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""Setting -> advice to lower it, for runs that do not fit even with all of these values."""
+"""Setting -> advice to lower it, for runs that fit with none of the values that `_what_fits` tries.
+"""
 
 
 def refuse(
@@ -139,6 +140,8 @@ def _what_fits(
 def _smaller(found: Estimate) -> Iterator[tuple[str, Any]]:
     """Yield settings with values that may need less memory, in the order in which to try them."""
     yield from _SMALLER
+    # Weights can be streamed from host memory to a GPU: those of the layers that compute the
+    # blocks' modulation, and those of the blocks. `work.blocks` is the number of blocks.
     if found.on_gpu and found.work is not None:
         if found.work.has_modulation:
             yield "stream_modulation", True

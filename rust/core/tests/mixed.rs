@@ -10,6 +10,8 @@ use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Va
 
 const CPU: Device = Device::Cpu;
 const SIXTEEN_BIT: [DType; 2] = [DType::BF16, DType::F16];
+/// Backward passes free the graph.
+const RETAIN_GRAPH: bool = false;
 
 /// Multiples of 1/64 in [-1, 1), which are exact in f16 and bf16, different for each `seed`.
 fn draw(dims: &[usize], seed: usize) -> Tensor {
@@ -85,9 +87,8 @@ fn gradients_through_a_copy_are_those_of_a_cast() -> Result<()> {
         let (cast, copied) = (var(&[4, 3], 1), var(&[4, 3], 1));
         let x = draw(&[5, 3], 2).to_dtype(dtype)?;
         let g = draw(&[5, 4], 3).to_dtype(dtype)?;
-        let retain_graph = false;
-        linear(&x, &cast.to_dtype(dtype)?, None)?.backward_with(Some(&g), retain_graph)?;
-        linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), retain_graph)?;
+        linear(&x, &cast.to_dtype(dtype)?, None)?.backward_with(Some(&g), RETAIN_GRAPH)?;
+        linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), RETAIN_GRAPH)?;
         assert_eq!(values(&copied.grad().unwrap()), values(&cast.grad().unwrap()));
         assert_eq!(copied.grad().unwrap().dtype(), DType::F32);
     }
@@ -102,7 +103,7 @@ fn a_variable_changed_after_its_copy_was_read_is_an_error_of_the_backward_pass()
         let g = draw(&[5, 4], 3).to_dtype(dtype)?;
         let y = linear(&x, &copied.compute_copy(dtype)?, None)?;
         copied.set(&draw(&[4, 3], 9))?;
-        assert!(matches!(y.backward_with(Some(&g), false), Err(Error::Autograd { .. })));
+        assert!(matches!(y.backward_with(Some(&g), RETAIN_GRAPH), Err(Error::Autograd { .. })));
     }
     Ok(())
 }
@@ -150,7 +151,7 @@ impl Layer {
         let mut results = Vec::new();
         for seed in [7, 8] {
             let y = self.run(dora)?;
-            let grads = y.backward_with(Some(&draw(y.dims(), seed).to_dtype(y.dtype())?), false)?;
+            let grads = y.backward_with(Some(&draw(y.dims(), seed).to_dtype(y.dtype())?), RETAIN_GRAPH)?;
             assert_eq!(grads.len(), if dora { 4 } else { 3 });
             assert!(grads.contains(&self.down) && grads.contains(&self.up));
             results = vec![y, self.x.grad().unwrap(), self.down.grad().unwrap(), self.up.grad().unwrap()];

@@ -135,7 +135,8 @@ fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
 
 #[test]
 fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_equals_separate_layers() {
-    // Dropout counts too: it is applied to the input of its own layer, so the layers no longer share one input.
+    // LoRA with dropout is such an adapter too: its product has an input of its own, the layer's input after dropout,
+    // so the layers no longer share one input.
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {

@@ -1,8 +1,9 @@
 // Matrix products of a warpgroup (PTX `wgmma`) and the tiles that they read. Products are asynchronous: warps continue until they wait for
 // them.
 //
-// Tiles have the layout of mma.cuh: panels of 64 columns, in which rows of 128 bytes follow one another. The copy engine calls the order of
-// the chunks in a row the 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp. With g = lane / 4 and
+// Tiles have the layout of mma.cuh: panels of 64 columns, in which rows of 128 bytes follow one another. A row has eight chunks of 16
+// bytes; chunk c of row r is stored as chunk c ^ (r % 8). The copy engine calls this order the 128-byte swizzle.
+// Accumulators are distributed as those of `mma.sync`, warp by warp. With g = lane / 4 and
 // t = lane % 4, the accumulators `sum[4 * n]` and `sum[4 * n + 1]` of a thread are the columns 8 * n + 2 * t and 8 * n + 2 * t + 1 of row
 // 16 * warp + g. `sum[4 * n + 2]` and `sum[4 * n + 3]` are the same columns of row 16 * warp + g + 8.
 #pragma once

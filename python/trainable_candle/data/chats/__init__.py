@@ -8,9 +8,10 @@ How a file becomes batches::
     rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
-Examples are not padded: the examples of a batch follow each other in one sequence of tokens. A
-token attends only to tokens of its own example. If the example is a pair (a preferred and a
-rejected answer, each after the prompt), a token attends only to its own answer and prompt.
+Examples are not padded. A row is a group of examples with at most `sequence_length` tokens in all;
+a batch joins `batch_size` rows to one sequence of tokens. A token attends only to tokens of its own
+example. An example of preferences is a pair of texts: the prompt with the preferred answer, and the
+prompt again with the rejected answer. There, a token attends only to tokens of its own text.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, has_pairs, load_texts

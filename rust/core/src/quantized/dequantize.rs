@@ -73,6 +73,7 @@ impl Part {
                 })
             })?,
             Scales::Ggml(format) => {
+                // Each row consists of whole blocks, so `start` is the beginning of a block.
                 format.decode(codes, start / format.block(), out);
                 Ok(())
             }

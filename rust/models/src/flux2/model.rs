@@ -1,4 +1,4 @@
-//! The transformer. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
+//! The transformer of FLUX.2. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
 
 use std::sync::Arc;
 
@@ -119,7 +119,8 @@ impl Flux2Transformer {
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
         // `timestep` may be one time for all samples, but the blocks need a modulation for each sample.
         let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
-        let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
+        let pooled_text = None; // FLUX.2 takes no pooled text embedding.
+        let condition = self.time_guidance_embed.forward(&times, pooled_text, guidance.as_ref())?;
         let [image_layer, text_layer, single_layer] = &self.modulations;
         let (of_image, of_text) = (image_layer.forward(&condition)?, text_layer.forward(&condition)?);
         let of_single = single_layer.forward(&condition)?;

@@ -41,7 +41,8 @@ impl Layout for AutoencoderLayout {
         key.map(|key| Key { key, form: form(name) }).into_iter().collect()
     }
 
-    /// Readers skip layers that change the number of frames.
+    /// Whether readers of a file skip the tensor under `key`: it belongs to a layer that changes the number of frames,
+    /// which the model lacks.
     fn ignores(&self, key: &str) -> bool {
         key.contains(".time_conv.")
     }
@@ -106,7 +107,7 @@ fn wan_name(name: &str, layers_per_level: usize) -> Option<String> {
         format!("downsamples.{index}.{}", in_block(rest))
     } else if let Some(rest) = rest.strip_prefix("up_blocks.") {
         let (level, rest) = rest.split_once('.')?;
-        // For the decoder, only Wan's code does so.
+        // In the decoder, only Wan's code numbers the layers of all levels together.
         let first_layer = level.parse::<usize>().ok()? * layers_per_level;
         if let Some(rest) = rest.strip_prefix("upsamplers.0.") {
             format!("upsamples.{}.{rest}", first_layer + layers_per_level - 1)

@@ -39,9 +39,9 @@ impl Default for CAMEConfig {
 }
 
 /// CAME, as `came_pytorch.CAME`. Its states are a moving average of updates for each element, and for each row and each
-/// column of a matrix the moving averages of squared gradients and of squared differences. A vector has a moving
-/// average of squared gradients for each element, and none of squared differences: the steps of its elements are not
-/// made smaller.
+/// column of a matrix the moving averages of squared gradients and of squared differences. A parameter of more than two
+/// dimensions is a stack of matrices, which its last two dimensions index. A vector has a moving average of squared
+/// gradients for each element, and none of squared differences: the steps of its elements are not made smaller.
 pub type CAME = Stepper<CAMERule>;
 
 // The 5: the reference implementation takes so many hyper-parameters by position.

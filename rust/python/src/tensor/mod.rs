@@ -340,6 +340,7 @@ pub enum Target {
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Target {
     type Error = PyErr;
+    // The annotation of a dtype includes `str`, which is the annotation of a device.
     const INPUT_TYPE: PyStaticExpr = <DTypeArg as FromPyObject<'_, '_>>::INPUT_TYPE;
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {

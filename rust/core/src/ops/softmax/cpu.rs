@@ -68,12 +68,12 @@ impl RowFunction for LogSoftmax {
 /// `function` over the last dimension of a dense tensor. `op` is the operation's name, for errors.
 pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) -> Result<Raw> {
     let len = x.dims()[x.rank() - 1];
-    let rows = x.elem_count() / len.max(1);
+    let row_count = x.elem_count() / len.max(1);
     dispatch_float!(x.dtype(), op, T => read_all(op, &[x], |operands| {
         let x = elements::<T>(operands[0])?;
         // SAFETY: the function writes every element of each row.
         let y = unsafe {
-            rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
+            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |range, out| {
                 let mut scratch = vec![<T as Elem>::Acc::ZERO; len];
                 let x = &x[range.start * len..range.end * len];
                 dispatch(
@@ -95,12 +95,12 @@ pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) ->
 /// are dense.
 pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, function: F) -> Result<Raw> {
     let len = y.dims()[y.rank() - 1];
-    let rows = y.elem_count() / len.max(1);
+    let row_count = y.elem_count() / len.max(1);
     dispatch_float!(y.dtype(), op, T => read_all(op, &[y, g], |operands| {
         let (y, g) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
         // SAFETY: the function writes every element of each row.
         let grad = unsafe {
-            rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
+            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |range, out| {
                 let range = range.start * len..range.end * len;
                 let (y, g) = (&y[range.clone()], &g[range]);
                 dispatch(

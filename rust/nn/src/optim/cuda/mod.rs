@@ -55,7 +55,7 @@ pub(super) struct OnDevice {
     seed: Option<u64>,
 }
 
-/// The table of one launch.
+/// The table of one launch. Its `Known` has the variables that the table was made for.
 enum LaunchTable {
     /// Of an elementwise update.
     Pieces(Table),

@@ -223,6 +223,7 @@ fn total_on_cpu<F: Distance>(op: &'static str, a: &Raw, b: &Raw, function: F, fa
     let (a, b) = (compute::contiguous(a)?, compute::contiguous(b)?);
     let len = a.elem_count();
     dispatch_float!(a.dtype(), op, T => read_all(op, &[&a, &b], |operands| {
+        // `elements` goes on to the end of the storage, which may hold more than the tensor's `len` elements.
         let total = sum(&elements::<T>(operands[0])?[..len], &elements::<T>(operands[1])?[..len], function);
         Ok(T::from_acc(Real::from_f64(factor * total)))
     })
