@@ -20,6 +20,7 @@ Config = dict[str, Any]
 
 
 def _sdxl() -> dict[str, Config]:
+    # `configurations` replaces the sizes of this tiny model by those of SDXL.
     shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     return full_size.configurations(shipped)
 

@@ -40,10 +40,12 @@ class Case:
     def layer(self) -> tuple[float, float]:
         """The floating-point operations of a forward and a backward pass, and the bytes they move.
 
-        The forward pass moves x, W and y; the backward pass moves g = dL/dy, W, dx and x.
+        The forward pass moves x, W and y; the backward pass moves g = dL/dy, W, dx and x. The
+        factors are small and not counted.
         """
         m, h, r = self.rows, self.width, self.rank
-        # W in both passes; the factors in two products forward and four backward.
+        # Each pass has one product with W, which is frozen. The forward pass has two products with
+        # the factors, the backward pass four.
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)
 
@@ -93,6 +95,7 @@ def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def theirs(torch: Any, case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same two functions as `ours`, in torch."""
     linear = torch.nn.functional.linear
     dtype, rows, width, rank = getattr(torch, DTYPES[case.dtype]), case.rows, case.width, case.rank
 

@@ -60,6 +60,7 @@ static __device__ __forceinline__ void muon_vector(const Elements<G, C> &element
 template <typename G, typename C>
 static __device__ __forceinline__ void muon(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
     const Settings &settings = by.settings;
+    // `state` returns the variable's values in the buffer of a state; its second argument is the state's number.
     if (states[1] != nullptr) return muon_vector(elements, settings, elements.state(states[0], 0), elements.state(states[1], 1));
     const uint64_t count = elements.variable.count;
     const uint32_t height = elements.variable.first, width = static_cast<uint32_t>(count / height);

@@ -281,6 +281,7 @@ impl Constants {
 
 impl Drop for Constants {
     fn drop(&mut self) {
+        // `free` uses the stream only for pinned memory of the host, which constants are not in.
         for constant in &self.constants {
             memory::free(constant.address, std::ptr::null_mut());
         }

@@ -200,7 +200,8 @@ class Dataset:
         """Return every caption that can be in a batch, once each.
 
         Raises:
-            ConfigError: tags are shuffled or dropped anew for each sample (`variants` is 0).
+            ConfigError: tags are shuffled or dropped anew for each sample (`caption_variants` is
+                0).
         """
         if self._maker.endless:
             raise ConfigError(
@@ -314,6 +315,7 @@ class Dataset:
         """
         item = self.items[number]
         fit = item.fit  # how the image is scaled and cropped to its bucket
+        # `corner` takes where the crop is in each direction, from 0 to 1; by default the centre.
         if self.options.crop == "random":
             rng = generator(self.seed, "crop", pair(item.seed, crop))
             left, top = fit.corner(rng.random(), rng.random())

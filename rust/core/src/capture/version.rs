@@ -25,6 +25,7 @@ impl Version {
 }
 
 impl Repeat for Arc<Version> {
+    // Changes with the same key are repeated once in a replay.
     fn key(&self) -> usize {
         Self::as_ptr(self) as usize
     }
@@ -95,7 +96,8 @@ mod tests {
         current.follow(&version);
         let effects = run.finish();
         assert_eq!((version.get(), current.version(), outdated.version()), (2, 2, 0));
-        // What follows a replay: both changes of the variable together count as one.
+        // What follows a replay: both changes of the variable together count as one. The update of `outdated` is not
+        // repeated, because the variable changed after it.
         effects.run_after_replay();
         assert_eq!((version.get(), current.version(), outdated.version()), (3, 3, 0));
     }

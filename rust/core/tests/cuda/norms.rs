@@ -11,6 +11,8 @@ use super::products::{TOLERANCE, compare, random};
 use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
+/// The number of trailing dimensions over which [`layer_norm`] and [`add_layer_norm`] normalise: each row by itself.
+const NORMED_DIMS: usize = 1;
 
 /// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has
 /// several rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the
@@ -22,7 +24,7 @@ const SIZES: [[usize; 2]; 8] =
 
 /// The layer norm of x[0] + x[1] over the last dimension, with weight x[2] and bias x[3], plus the sum itself.
 fn add_and_norm(x: &[Tensor]) -> Result<Tensor> {
-    let (sum, y) = add_layer_norm(&x[0], &x[1], 1, Some(&x[2]), Some(&x[3]), EPS)?;
+    let (sum, y) = add_layer_norm(&x[0], &x[1], NORMED_DIMS, Some(&x[2]), Some(&x[3]), EPS)?;
     y.add(&sum)
 }
 
@@ -34,9 +36,8 @@ fn norms_of_rows_equal_the_cpu() {
         for (dtype, tolerance) in TOLERANCE {
             let inputs = [&[rows, len][..], &[rows, len], &[len], &[len]].map(|dims| random(dims, 1.0, dtype));
             let [x, residual, weight, bias] = &inputs;
-            // Norms of sums get twice the tolerance, because the sum is rounded, too.
             let of = |name: &str| format!("{name} of {rows} x {len} in {}", dtype.as_str());
-            let layer = |x: &[Tensor]| layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
+            let layer = |x: &[Tensor]| layer_norm(&x[0], NORMED_DIMS, x.get(1), x.get(2), EPS);
             let parameters = [x.clone(), weight.clone(), bias.clone()];
             compare(&of("layer norm"), &layer, &parameters, &device, tolerance);
             // "Beside" something: x is used a second time, so its gradient has a second term.
@@ -48,6 +49,7 @@ fn norms_of_rows_equal_the_cpu() {
             compare(&of("mean of a layer norm beside x"), &repeated, &parameters, &device, tolerance);
             let rms = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS)?.add(&x[0]);
             compare(&of("RMS norm"), &rms, &[x.clone(), weight.clone()], &device, tolerance);
+            // Norms of sums get twice the tolerance, because the sum is rounded, too.
             let rms_of_sum = |x: &[Tensor]| add_rms_norm(&x[0], &x[1], None, EPS).map(|(_, y)| y);
             compare(&of("RMS norm of a sum"), &rms_of_sum, &[x.clone(), residual.clone()], &device, 2.0 * tolerance);
             compare(&of("layer norm of a sum"), &add_and_norm, &inputs, &device, 2.0 * tolerance);
@@ -84,7 +86,7 @@ fn a_fused_residual_norm_equals_sum_and_norm_bit_for_bit() {
     let device = gpu().unwrap();
     let apart = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;
-        layer_norm(&sum, 1, Some(&x[2]), Some(&x[3]), EPS)?.add(&sum)
+        layer_norm(&sum, NORMED_DIMS, Some(&x[2]), Some(&x[3]), EPS)?.add(&sum)
     };
     let checkpointed = |policy: Policy| {
         move |x: &[Tensor]| {

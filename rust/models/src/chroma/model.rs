@@ -119,9 +119,10 @@ impl ChromaTransformer {
         // tokens. This second mask is not needed, because the results of these queries are not used.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let attention_inputs = AttentionInputs { angles: Some(&angles), mask: mask.as_ref() };
-        let [image, text] = run_double(&self.double_blocks, [image, text], attention_inputs, |i, _| table.double(i))?;
+        let [image, text] =
+            run_double(&self.double_blocks, [image, text], attention_inputs, |i, _block| table.double(i))?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = run_single(&self.single_blocks, x, attention_inputs, |i, _| table.single(i))?;
+        let x = run_single(&self.single_blocks, x, attention_inputs, |i, _block| table.single(i))?;
         let [shift, scale] = table.output()?;
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }

@@ -40,10 +40,11 @@ impl DigitsTransformer {
         config.validate()?;
         let (dim, patch_dim) = (config.inner_dim(), config.patch_dim());
         let embedding_init = Init::Normal(0.02);
+        let has_bias = true;
         let blocks = (0..config.num_layers)
             .map(|i| Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}"))))
             .collect::<Result<_>>()?;
-        let patch_embed = weights.linear_init("pos_embed.proj", patch_dim, dim, true, xavier(patch_dim, dim))?;
+        let patch_embed = weights.linear_init("pos_embed.proj", patch_dim, dim, has_bias, xavier(patch_dim, dim))?;
         Ok(Self {
             sinusoids: Sinusoids::new(config.frequency_embedding_size, patch_embed.weight.device())?,
             patch_embed,
@@ -55,8 +56,8 @@ impl DigitsTransformer {
             )?,
             class_embedding: weights.get("class_embedding.weight", (config.num_classes, dim), embedding_init)?,
             blocks,
-            norm_out: weights.linear_init("norm_out.linear", dim, 2 * dim, true, Init::Constant(0.0))?,
-            proj_out: weights.linear_init("proj_out", dim, patch_dim, true, Init::Constant(0.0))?,
+            norm_out: weights.linear_init("norm_out.linear", dim, 2 * dim, has_bias, Init::Constant(0.0))?,
+            proj_out: weights.linear_init("proj_out", dim, patch_dim, has_bias, Init::Constant(0.0))?,
             config,
         })
     }

@@ -35,6 +35,7 @@ impl Layout for OriginalTransformer {
     fn keys(&self, name: &str) -> Vec<Key> {
         let Some(weight) = self.names.find(name) else { return Vec::new() };
         // The parameter of an RMS norm is called `scale` in original files, and `weight` in files of some other tools.
+        // Flux's blocks have `.norm.` in these names, Chroma's approximator has `.norms.`.
         let is_norm = [".norm.", ".norms."].iter().any(|norm| weight.key.contains(norm));
         let layer = is_norm.then(|| weight.key.strip_suffix("weight")).flatten();
         let scale = layer.map(|layer| Key { key: format!("{layer}scale"), form: weight.form });

@@ -8,8 +8,8 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The two inputs of SwiGLU: the gate, which is the first half of `read`, the columns that the activation reads, and h,
-/// the second half.
+/// The two inputs of SwiGLU, each with `width` columns, as the result of SwiGLU: the gate, which is the first half of
+/// `read`, the columns that the activation reads, and h, the second half.
 fn halves(columns: &Columns, read: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
     Ok([read.narrow(dim, 0, width)?, read.narrow(dim, width, width)?])
@@ -44,5 +44,6 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
             compute::cat(&[&grad_gate, &grad_h], columns.dim)?
         }
     };
+    // x is input 0. The gradient of its columns before `columns.start` is zero here.
     context.add_part(0, x.dims(), columns.dim, columns.start, &dx)
 }

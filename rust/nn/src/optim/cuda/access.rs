@@ -46,7 +46,8 @@ impl OnDevice {
         let place = &self.places[index];
         let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
         let dims = spec.kind.dims(var.dims());
-        // `buffer` has this state for all variables of the layout. The part of `var` begins with this block.
+        // `buffer` has this state for all variables of the layout. The part of `var` begins with block
+        // `place.blocks[state]`; `entries` converts a number of blocks to a number of the buffer's entries.
         let start = entries(spec.kind, place.blocks[state] as usize);
         let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))

@@ -32,7 +32,8 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
     let to = empty(op, gpu, &[rows, PARTS * padded], DType::BF16)?;
     let function = gpu.function(side, suffix(op, DType::F32)?)?;
-    let shape = Shape::flat(rows * padded / GROUP, 1);
+    let groups_per_thread = 1;
+    let shape = Shape::flat(rows * padded / GROUP, groups_per_thread);
     // The kernel computes 3 · `padded` in 32 bits, so this checks that the product fits.
     count32(op, PARTS * padded)?;
     let arguments = PairsLeft {
@@ -53,8 +54,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     let channels = sizes.channels as usize;
     // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // Channels are padded, and new tensors are aligned, so `fits` gets no channels and no addresses to check: only
-    // groups and kernel size are left.
+    // Channels are padded, and new tensors are aligned, so `fits` gets no channels (to be multiples of a number, here
+    // 1) and no addresses to check: only groups and kernel size are left.
     if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
         return Ok(None);
     }

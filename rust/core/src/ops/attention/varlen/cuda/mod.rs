@@ -68,6 +68,7 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
 pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
     let (op, dtype) = (VARLEN.name, q.dtype());
     let gpu = Gpu::of(op, q)?;
+    // The shape of the scores: (heads, queries, keys).
     let scores = [varlen.heads, varlen.rows, varlen.rows];
     let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
     let width = q.dims()[2];
@@ -82,6 +83,7 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     let [q, k, v, result] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
     let sums = output(op, &log_sums)?;
     let mask = None;
+    // The widest head that the tensor core kernels for these operands support; `None` if no kernel supports them.
     if let Some(widest) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], mask) {
         if hopper::forward(gpu, &sizes, group, widest, [&q, &k, &v, &result], sums, spans)? {
             return Ok((o, log_sums));
@@ -170,6 +172,7 @@ pub fn backward_into(
     if q.elem_count() == 0 {
         return Ok(());
     }
+    // The shape of the scores: (heads, queries, keys).
     let scores = [varlen.heads, varlen.rows, varlen.rows];
     let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
     let width = q.dims()[2];
@@ -190,8 +193,8 @@ pub fn backward_into(
         attention,
     };
     let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.grads.iter().flatten()).collect();
-    // `None` if the tensor core kernels do not support the operands.
     let mask = None;
+    // The widest head that the tensor core kernels for these operands support; `None` if no kernel supports them.
     let widest = attention.tensor_cores(&pass.sizes, &operands, mask);
     if let Some(widest) = widest
         && pass.on_hopper(widest)?
@@ -290,6 +293,7 @@ impl Pass<'_> {
 
     /// Writes the gradients with the plain kernels, which support all operands.
     fn plain(&self, deltas: &Raw) -> Result<()> {
+        // The three kernels have the same parameters. Each writes one gradient.
         const KERNELS: [&Kernel<AttentionVarlenPlainBackwardQuery>; 3] = [
             &ATTENTION_VARLEN_PLAIN_BACKWARD_QUERY,
             &ATTENTION_VARLEN_PLAIN_BACKWARD_KEY,
@@ -301,6 +305,7 @@ impl Pass<'_> {
             let Some(place) = place else { continue };
             let heads = if index == 0 { sizes.heads } else { sizes.heads / self.group };
             let [rows, columns] = PLAIN_TILE;
+            // A packed row has as many keys as queries.
             let grid = [sizes.queries.div_ceil(rows) * heads, sizes.width.div_ceil(columns), 1];
             let arguments = AttentionVarlenPlainBackwardQuery {
                 q: q.input(),
