@@ -90,6 +90,7 @@ def generate(tree: Path) -> str:
                 f"stubs: line {number} has the placeholder Incomplete for a type; "
                 f"define INPUT_TYPE or OUTPUT_TYPE for the Rust type: {line.strip()}"
             )
+    # PyO3 writes `...` for a default that is not a literal; the Rust sources have the values.
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
     source = with_composed_methods(qualify_hidden_builtins(source))
     # pyo3 writes `dict` without types; every dict of the extension has strings as keys.
@@ -115,7 +116,7 @@ def generate_optimizers() -> str:
 
 
 def main(action: str, tree: str) -> None:
-    """Write the stubs into this tree, or compare them with the committed ones."""
+    """Write the stubs of TREE's extension into the checkout, or compare them with those in it."""
     for path, generated in (
         (COMMITTED, generate(Path(tree))),
         (OPTIMIZERS, generate_optimizers()),

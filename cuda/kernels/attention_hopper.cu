@@ -9,7 +9,8 @@
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // `blocks` is the number of multiprocessors. If the host splits no item, `whole` is the number of items. Otherwise `whole` is the largest
-// multiple of `blocks` below the number of items, and the later items are split. Splitting items takes as much time as about five steps.
+// multiple of `blocks` below the number of items, and the later items are split. The host splits items only
+// if that saves more than five steps, about the time that it takes to add up the parts.
 // steps * blocks * blocks must be below 2^32, because `Schedule` computes such products in 32 bits.
 //
 // `maps` have 16-bit elements; dimensions (width, rows, heads, batch), where rows are queries or keys; boxes of (64, B, 1, 1), where the
@@ -35,7 +36,7 @@
     }
 
 // attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
-// Grid ((items - whole) * R * width / 2048) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid ((items - whole) * R * width / 2048) with width = 64 or 128: a block for 2048 values of o; 256 threads. No dynamic shared memory.
 #define SUM(w, dtype, type, groups)                                                                                                \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
@@ -75,7 +76,8 @@
 
 // attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. A gradient whose pointer is
 // null is not written. items and steps are those of the backward pass.
-// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128: a block for each tile of dq, then a block for each 2048
+// of the 2 * 128 * width values of an item's dk and dv; 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \

@@ -137,7 +137,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def rank_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """Return the environment of process `rank` of `size` on this machine alone.
+    """Return the environment of process `rank` of a run whose `size` processes are on this machine.
 
     The processes meet at a socket in `folder`.
     """

@@ -42,6 +42,7 @@ class ZImageTexts:
 
     def __init__(self, family: ZImage) -> None:
         count = family.facts.parts["text_encoder"].config["num_hidden_layers"]
+        # With `thinks`, the prompt in the chat template lets the answer begin with thoughts.
         self._qwen3 = Qwen3(family, [count - 1], thinks=True)
 
     def _tokens(self, caption: str) -> list[int]:
@@ -135,6 +136,8 @@ class ZImage(FlowFamily[ZImageTexts]):
     def text_working_values(self) -> int:
         """The number of values in Qwen3's widest layer plus `text_values`, for one caption."""
         qwen3 = self.facts.parts["text_encoder"].config
+        # The estimate counts, for each token, the results of the gate and up projections, and four
+        # times the values of a hidden state.
         values_of_token = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
         return int(MOST_TOKENS * values_of_token) + self.text_values
 

@@ -300,6 +300,7 @@ class Module:
     def _replace_tensors(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """Replace every tensor by the result of `convert`; shared tensors stay shared."""
         slots = list(self._slots("", self, set()))
+        # The items of a tuple cannot be replaced.
         in_tuples = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
         if in_tuples:
             raise in_tuple(in_tuples[0])
@@ -317,7 +318,7 @@ class Module:
         return self
 
     def _tensors_replaced(self) -> None:
-        """Do nothing; called after `to` or `requires_grad_` has replaced tensors in attributes."""
+        """Do nothing; subclasses react here to tensors that `to` or `requires_grad_` replaced."""
 
     def _facts(self) -> str:
         """Return the text between the parentheses of `repr`."""

@@ -100,7 +100,7 @@ _PAST_INT64: Final = 2**63
 
 
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
-    """Convert a value to the type of its setting, and check the value.
+    """Convert a value to the type of its setting, `hint`, and check the value.
 
     A float may be given as a whole number or as a text, a list of names as a text with commas, and
     a list of one text as that text.

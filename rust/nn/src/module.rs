@@ -176,7 +176,7 @@ pub trait Module {
         let mut start = 0;
         self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { state, count: len, .. } = part {
-                // `after` numbers the blocks of this part from 0.
+                // `after` leaves out the first `start` blocks, those of earlier parts, and numbers the others from 0.
                 state.set(checkpointing.after(start));
                 start += len;
             }

@@ -1,4 +1,4 @@
-//! Frozen training adapters of distilled models.
+//! Frozen training adapters, which undo the distillation of a distilled model while it is trained.
 
 use pyo3::prelude::*;
 use trainable_candle_models::Loaded;

@@ -1,9 +1,9 @@
 // The work of attention's forward pass over a packed row: a queue of tiles of queries. A block that has finished a tile takes the next one
-// from the queue. The number of tiles of keys that a tile of queries sees depends on the spans, which are in device memory, so the host
-// cannot divide the work evenly in advance. Results do not depend on which block takes a tile.
+// from the queue. The number of tiles of keys that a tile of queries sees depends on the row's segments. These are in device memory
+// (`Spans`, shape.cuh), so the host cannot divide the work evenly in advance. Results do not depend on which block takes a tile.
 //
 // An item is a tile of queries of one head; a step is a tile of keys. A `Span` (schedule.cuh) has the number of an item and its steps,
-// `begin` to `end` (exclusive).
+// `begin` to `end` (exclusive). Its `slot`, `time` and `is_part` are for items that several blocks share, which a queue does not have.
 #pragma once
 
 #include "schedule.cuh"
@@ -61,7 +61,7 @@ struct Queue {
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
             // A query outside all segments sees no key: its first key is the position after it, which may be beyond the last step. A tile
-            // that begins with such queries still gets at least one step.
+            // that begins with such queries still gets at least one step, because a span without steps means that no item is left.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }

@@ -71,11 +71,11 @@ def prepare_texts(
         return Texts(tc.no_grad()(family.features)), {}
     with first_before_others(group):
         identity = family.text_identity()
-    # Without an identity, a cache would save no time.
+    # The family gives no identity if its features need no encoder: a cache would save no time.
     if identity is None:
         return Texts(family.features), {}
-    # The family gives each caption a size (`parts`), such as a number of rows of tokens. Captions
-    # of equal size are encoded together, as long as their sizes sum up to at most `encode_parts`.
+    # The family gives each caption a size (`size_of`), such as a number of rows of tokens. Captions
+    # of equal size are encoded together, as long as their sizes sum up to at most `most_size`.
     cache = TextCache(
         family.features,
         cache_options(config),

@@ -99,8 +99,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
         Self::with_settings(base_weight, None, settings, device)
     }
 
-    /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter. If `wd_on_output` is false,
-    /// DoRA's magnitudes (1, in) start as the norms of the weight's columns.
+    /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter. If
+    /// `settings.wd_on_output` is false, DoRA's magnitudes (1, in) start as the norms of the weight's columns.
     ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::Shape`] if the bias does not fit the weight.

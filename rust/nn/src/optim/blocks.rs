@@ -95,7 +95,8 @@ pub(super) fn check_equal_steps<const N: usize>(step: impl Step<N>) {
 
     /// Makes gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
     fn gradients(round: usize) -> Vec<f32> {
-        // The second number is pseudo-random: 7919 and 104729 are primes that do not divide 1000.
+        // 7919 and 1000 have no common factor, so in each round the second number takes every value below 1000 once, in
+        // an order that looks random. `round` rotates this order.
         let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
             (256..512, _) | (_, 0..50) => 0.0,
             (_, 50) => f32::NAN,

@@ -66,6 +66,7 @@ impl Rule for LionRule {
     const KERNELS: Option<Kernels<LionConfig>> = Some(Kernels {
         prepare: "lion",
         step: "lion",
+        // No other kernel runs before `step`.
         before: &[],
         step_8bit: None,
         settings: |&LionConfig { lr, betas, weight_decay }| Settings {

@@ -99,6 +99,7 @@ impl SingleBlock {
             saved.layers(&self.projections.layers(), (values, tokens), is_input_cheap);
             saved.attention(tokens, tokens, dim);
             // The tape keeps queries, keys and values (3), the result of attention (1) and the hidden layer.
+            // Selective checkpointing recomputes the input of `proj_out` from the last two.
             saved.keep((3 + 1 + RATIO) * values);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * values, tokens));
             // If the layer that computes the gate is adapted, the tape keeps the values that the gate multiplies.
