@@ -76,8 +76,8 @@
 
 // attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. A gradient whose pointer is
 // null is not written. items and steps are those of the backward pass.
-// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128: a block for each tile of dq, then a block for each 2048
-// of the 2 * 128 * width values of an item's dk and dv; 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128: a block for each tile of dq, then a block for each
+// 2048 of the 2 * 128 * width values of an item's dk and dv; 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \

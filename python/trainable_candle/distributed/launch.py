@@ -106,6 +106,8 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         reading, writing = os.pipe()
         stack.callback(os.close, writing)
         shared = {LAUNCHER: str(reading)}
+        # The name of the run, and the socket at which its processes meet. Several machines cannot
+        # share a socket in a folder: their processes meet at MASTER_ADDR.
         if machines == 1:
             shared |= {JOB: secrets.token_hex(16), RENDEZVOUS: str(folder / "rendezvous")}
         if on_gpu:

@@ -145,6 +145,7 @@ impl Streamed {
                 "only another process has the values of this weight until the model is complete",
             )),
             State::Gathered(weight) => Ok(weight.clone()),
+            // `view` says where in the unit each tensor is. Its own values may be those of another unit.
             State::Placed { ring, unit, view } => view.map(|raw| ring.read(*unit, raw)),
         }
     }

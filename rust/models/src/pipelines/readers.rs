@@ -1,7 +1,7 @@
 //! For each kind of part, a table of the tools that load its adapters. Each entry has the styles of names that the tool
 //! reads: for all layers (`Known::all`), or for the layers that a function selects (`only`). [`Style`] says how the
-//! names of each style are made; original names are those of the model's authors. `ComfyUi` puts `ComfyUI`'s prefix before
-//! original names, `ComfyUiOwn` puts it before diffusers' names. In a style that is `configured`, the
+//! names of each style are made; original names are those of the model's authors. `ComfyUi` puts `ComfyUI`'s
+//! prefix before original names, `ComfyUiOwn` puts it before diffusers' names. In a style that is `configured`, the
 //! tool applies alphas from peft's configuration. With `Alpha::Rejected`, it reports an error for a tensor `….alpha`.
 //!
 //! `tests/io/flow/test_oracles.py` tests the entries for diffusers against diffusers 0.42, and
