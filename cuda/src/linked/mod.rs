@@ -1,5 +1,5 @@
-//! The code of builds with CUDA: the kernels, device memory, and definitions of the functions of the driver and of the CUDA libraries,
-//! which jump to the libraries' functions, so that the program is not linked to the libraries.
+//! The code of builds with CUDA: the kernels, device memory, and stubs for the functions of the driver and of the CUDA libraries. A stub
+//! has the name of a library's function and jumps to that function, so the program need not be linked to the libraries.
 
 pub mod download;
 mod driver;

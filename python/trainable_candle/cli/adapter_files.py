@@ -1,4 +1,4 @@
-"""Flags that several commands share: `--output` and its dtype, `--scale`, and fractions."""
+"""Code for flags of several commands: `--output`, its dtype, `--scale`, and fractions up to 1."""
 
 from __future__ import annotations
 

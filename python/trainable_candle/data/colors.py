@@ -128,7 +128,8 @@ def _turned(planes: Planes, sixths: np.float32) -> Planes:
     )
     hue += sixths
     turned = np.empty_like(planes)
-    # Each channel is `value` minus `chroma` times a trapezium-shaped function of the hue.
+    # Each channel is `value` minus `chroma` times a trapezium-shaped function of the hue, the same
+    # for all channels up to a shift (`offset`).
     for plane, offset in zip(turned, (5, 3, 1), strict=True):
         position = (hue + offset) % 6
         plane[...] = value - chroma * np.clip(np.minimum(position, 4 - position), 0, 1)

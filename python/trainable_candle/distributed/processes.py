@@ -241,7 +241,7 @@ class Processes:
             raise
         except Error as error:
             if self._link.failure is not None:
-                self._link.require_alive()
+                self._link.require_alive()  # raises the error with the reason
             self._link.fail(f"rank {self.rank}: {error}")
             raise DistributedError(f"distributed: {error}") from error
 

@@ -30,7 +30,8 @@ mod products;
 mod sharing;
 #[path = "cuda/varlen.rs"]
 mod varlen;
-// Helpers: fixed inputs for a case (`draw`), its value and gradients, comparison within a tolerance (`close`).
+// Helpers: fixed inputs for a case (`draw`), its value and gradients, comparison within a tolerance (`close`), a view
+// with the dimensions in reverse order (`turned_view`), errors as strings (`text`).
 mod walk;
 
 fn gpu() -> Result<Device> {
@@ -47,18 +48,18 @@ fn moved(inputs: &[Tensor], device: &Device) -> Result<Vec<Tensor>> {
 /// Compare results on the GPU in every dtype with those on the CPU in f64: the value and the gradients of contiguous
 /// inputs, the value of strided inputs, and the gradients of inputs that the operation reads through transposed views.
 fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
-    let reference = text(draw(case, DType::F64, false))?;
+    let reference = text(draw(case, DType::F64, /* strided: */ false))?;
     let (expected, expected_grads) = text(value_and_gradients(&*case.run, &reference))?;
     let expected = text(to_f64_vec(expected.raw()))?;
     for (dtype, tolerance) in TOLERANCE {
         let about = |e: String| format!("{}: {e}", dtype.as_str());
-        let inputs = text(draw(case, dtype, false).and_then(|inputs| moved(&inputs, device)))?;
+        let inputs = text(draw(case, dtype, /* strided: */ false).and_then(|inputs| moved(&inputs, device)))?;
         let (value, grads) = text(value_and_gradients(&*case.run, &inputs)).map_err(about)?;
         close(dtype.as_str(), &text(to_f64_vec(value.raw()))?, &expected, tolerance)?;
         for (index, (found, expected)) in grads.iter().zip(&expected_grads).enumerate() {
             close(&format!("{} gradient of input {index}", dtype.as_str()), found, expected, 2.0 * tolerance)?;
         }
-        let strided = text(draw(case, dtype, true).and_then(|inputs| moved(&inputs, device)))?;
+        let strided = text(draw(case, dtype, /* strided: */ true).and_then(|inputs| moved(&inputs, device)))?;
         let value = text((case.run)(&strided)).map_err(about)?;
         close(&format!("{} strided", dtype.as_str()), &text(to_f64_vec(value.raw()))?, &expected, tolerance)?;
         let through_views = |x: &[Tensor]| -> Result<Tensor> {

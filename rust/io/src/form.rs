@@ -130,7 +130,7 @@ impl Form {
                 Ok(Tensor::from_raw(&last.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
-            // In the tensor, each of the `half` row numbers of a head has a row of both halves.
+            // In the tensor, a head has `half` pairs of rows; a pair has one row of each of the head's two halves.
             Self::Interleaved { heads } => transposed_in_heads(stored, |half| [heads, half, 2]),
         }
     }

@@ -132,8 +132,8 @@ impl Source {
         Self { quantization, ..self }
     }
 
-    /// Keeps the weights that `streaming` includes on the CPU, for [`Streaming::start`]; None streams nothing.
-    /// Trainable parameters and bare shapes do not change.
+    /// Keeps the weights that `streaming` includes on the CPU; [`Streaming::start`] prepares the copies of them that
+    /// the device gets as it needs them. None streams nothing. Trainable parameters and bare shapes do not change.
     #[must_use]
     pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
         Self { streaming, ..self }

@@ -14,8 +14,8 @@ use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
 /// Holds the Python function during a call of [`CapturedFunction`]. Between calls the slot is empty, because Python's
-/// garbage collector cannot see what it holds: it finds reference cycles through the function only if nothing but the
-/// field `function`, which `__traverse__` shows to it, refers to the function.
+/// garbage collector cannot see what the slot holds. The collector finds a reference cycle through the function only if
+/// it knows all references to the function from this object, and `__traverse__` shows it only the field `function`.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which

@@ -75,7 +75,7 @@ fn fit<T: Parameter>(
 
 fn main() -> Result<()> {
     let name = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
-    // The second argument gives further folders with CUDA libraries: none beside those of the system's loader.
+    // The second argument of `parse` gives further folders with CUDA libraries: none beside the system loader's.
     let device = device::parse(&name, Vec::new)?;
     rng::manual_seed(0);
 

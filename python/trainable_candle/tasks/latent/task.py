@@ -61,6 +61,7 @@ class LatentTask:
         family: the model, with the settings in its `config`.
     """
 
+    # `Task` says what these mean. `repeats` is about CUDA graphs, not about repeats of images.
     noun: ClassVar[str] = "image"
     repeats: ClassVar[bool] = True
     weighs_batches: ClassVar[bool] = False

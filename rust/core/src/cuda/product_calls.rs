@@ -140,5 +140,6 @@ pub(super) struct Call {
     pub(super) algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: descriptions are memory of the host, which any thread may use. The lock of `ProductCalls` is held meanwhile.
+// SAFETY: descriptions are memory of the host, which any thread may use. A thread that uses a call holds the lock of
+// `ProductCalls`.
 unsafe impl Send for Call {}

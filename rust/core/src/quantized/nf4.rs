@@ -1,6 +1,6 @@
 //! NF4, a format with codes of four bits for quantized weights, as bitsandbytes stores it. Each block of 64 elements in
-//! row-major order has a scale: a block may contain the end of one row and the beginning of the next, and the blocks'
-//! scales are quantized too.
+//! row-major order has a scale; a block may contain the end of one row and the beginning of the next. The scales of the
+//! blocks may themselves be quantized (nested scales).
 //!
 //! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/backends/default/ops.py>
@@ -107,14 +107,14 @@ fn quantized_scales(largest: &[f32]) -> Scales {
     let sum: f64 = largest.iter().map(|&m| f64::from(m)).sum();
     let offset = (sum / largest.len().max(1) as f64) as f32;
     let (mut codes, mut scales) = (Vec::with_capacity(largest.len()), Vec::new());
-    for block in largest.chunks(NESTED) {
-        let scale = block.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
+    for group in largest.chunks(NESTED) {
+        let scale = group.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
         let reciprocal = 1.0 / scale;
-        codes.extend(block.iter().map(|x| nearest_scale(if scale > 0.0 { (x - offset) * reciprocal } else { 0.0 })));
+        codes.extend(group.iter().map(|x| nearest_scale(if scale > 0.0 { (x - offset) * reciprocal } else { 0.0 })));
         scales.push(scale);
     }
-    let (blocks, outer) = (codes.len(), scales.len());
-    Scales::Nested { codes: from_vec(codes, blocks), scales: from_vec(scales, outer), offset }
+    let (blocks, groups) = (codes.len(), scales.len());
+    Scales::Nested { codes: from_vec(codes, blocks), scales: from_vec(scales, groups), offset }
 }
 
 /// The code whose value in [`SCALES`] is nearest to `x`; the lower one in case of a tie.

@@ -208,7 +208,8 @@ impl Model for FluxTransformer {
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
-        // The pairs are the number of values in a layer's input and the number of tokens that the layer is applied to.
+        // The layers outside of checkpoints: only blocks are checkpointed. The pairs are the number of values in a
+        // layer's input and the number of tokens that the layer is applied to.
         saved.outside(|saved| {
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));

@@ -58,11 +58,14 @@ impl FusedBlock {
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
+        // The number of values in the block's input, (tokens, D).
         let inputs = tokens * self.sizes.dim();
         let recomputed_with_previous = false;
         saved.block(inputs, recomputed_with_previous, |saved| {
             // The norm keeps its input.
             saved.keep(inputs);
+            // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, below
+            // that of the `SwiGLU`). The pairs are the number of values in this input and the number of tokens.
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inputs, tokens));
             // The tape keeps the results of `to_qkv_mlp_proj` (9 D per token) and of the attention (D per token).
             saved.attention(tokens, tokens, self.sizes.dim());

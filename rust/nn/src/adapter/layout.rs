@@ -103,6 +103,7 @@ fn squares(value: &Tensor) -> Result<Tensor> {
             ));
         }
     };
+    // The size n of the matrices. The 1 is never needed, because a parameter is made for some n.
     let size = size_of(elements).unwrap_or(1);
     // Each element of a matrix is an element of the triangle, or the 0 that is appended to it at the index `elements`.
     let mut ids = vec![elements as i64; size * size];

@@ -85,6 +85,7 @@ impl Captured {
     /// [`Error::OutOfMemory`] if the copies of the inputs do not fit into memory.
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
+        // An error if a function is being captured on this thread.
         capture::refuse(OP)?;
         if !gpu.stream().context().has_async_alloc() {
             let message =
@@ -193,6 +194,7 @@ impl Captured {
     fn copy_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
         for (captured, new) in self.inputs.iter().zip(inputs) {
             // A caller may pass the captured input itself, if the function has stored it somewhere: nothing to copy.
+            // `storage_identity` returns the storage's address and its size.
             if captured.elem_count() > 0 && storage_identity(&captured.raw).0 != storage_identity(&new.raw).0 {
                 let moved = Tensor::from_raw(&new.raw).to_device(captured.device())?;
                 transfer(OP, &captured.raw, &moved.raw)?;

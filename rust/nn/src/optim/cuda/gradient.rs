@@ -47,7 +47,7 @@ impl Clip {
             let function = gpu.function(kernel, suffix(op, vector.dtype())?)?;
             let grads = input(op, vector)?;
             let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: next_part };
-            let shape = Shape::linear(op, blocks(vector), 256)?;
+            let shape = Shape::linear(op, blocks(vector), /* threads: */ 256)?;
             // SAFETY: `parts` has one number for each block of each vector.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             part_count += blocks(vector);
@@ -62,8 +62,9 @@ impl Clip {
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
+        let one_block = Shape::linear(op, 1, /* threads: */ 256)?;
         // SAFETY: `parts` has `part_count` numbers, and `clip` has two.
-        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
+        unsafe { function.launch(op, gpu, one_block, arguments) }?;
         Ok(Self(clip))
     }
 
@@ -161,8 +162,9 @@ impl LossScale {
         let function = gpu.function(&LOSS_SCALE_UPDATE, &[])?;
         let (loss_scale, norm) = (output(OP, &self.0)?, input(OP, norm)?);
         let arguments = LossScaleUpdate { loss_scale, norm, growth, backoff, interval };
+        let one_thread = Shape::linear(OP, /* blocks: */ 1, /* threads: */ 1)?;
         // SAFETY: the state has two numbers and the norm has one.
-        unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, arguments) }
+        unsafe { function.launch(OP, gpu, one_thread, arguments) }
     }
 
     pub(super) const fn raw(&self) -> &Raw {
