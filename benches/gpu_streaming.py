@@ -6,7 +6,7 @@ python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 streamed blocks. The line has the time of a step with a CUDA graph ("graph") and without ("eager"),
 the time of a forward pass of 32 tokens ("few tokens"), the peak of GPU memory before the graph was
 captured, the time of making the model, and the losses of the first three steps. These losses must
-be equal in all lines. So few tokens take almost no computation: the time of their forward pass is
+be equal in all lines. The forward pass of 32 tokens takes almost no computation, so its time is
 that of copying the streamed blocks.
 """
 

@@ -141,6 +141,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
             loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
         copies_commit();
         const uint32_t left = stages + stage * Loads::STAGE_BYTES;
+        // In both operands' tiles, the summed values (pixels) are the rows.
         multiply_step<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS>(acc, left, left + Loads::LEFT_BYTES, row, column);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
@@ -148,6 +149,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
 
     // Returns the output channel for a row of the tile; -1 if there is none.
     const auto row_of = [&](int r) -> int64_t { return first_out + r < outs ? first_out + r : -1; };
+    // The gradient has no bias, so the arguments for one are null.
     if (partials != nullptr) {
         float *slice = partials + int64_t(blockIdx.z) * outs * values;
 #pragma unroll

@@ -39,6 +39,7 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &ele
     const float l2 = settings.more[DECOUPLE] != 0.0 ? 0.0f : static_cast<float>(settings.weight_decay);
     // `every` is slice_p, and `sampled` is how many elements the sums use.
     const uint64_t every = static_cast<uint64_t>(settings.more[SLICE]), sampled = (elements.variable.count + every - 1) / every;
+    // `state` returns this variable's part of a buffer; its second argument is the index of the state that the buffer holds.
     float *const s = elements.state(states[0], 0), *const start = elements.state(states[1], 1);
     float *const square = elements.state(states[2], 2);
     if (settings.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = elements.param(k * every); });

@@ -169,6 +169,7 @@ def shards(weights: Path) -> list[str]:
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
     """Return the weight `before`, (out, in) in f32, plus `up @ down` of its adapter.
 
+    `factors.up` contains the adapter's scale.
     With a magnitude (DoRA), each row of the sum is scaled so that its Euclidean norm is the row's
     element of the magnitude.
     """

@@ -190,7 +190,9 @@ class _Given:
             try:
                 architecture(self.config)
             except Error as error:
-                return [str(error)]  # What `refusals` advises would not help.
+                # `refusals` may advise `export --for merged`, which does not help these programs
+                # with an architecture that they lack.
+                return [str(error)]
         return refusals(self.adapter, reader)
 
 

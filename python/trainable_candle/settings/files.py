@@ -38,7 +38,7 @@ class Files(Group):
     contradictions: ClassVar = (_no_file_name,)
 
     # `rare`: the short help omits the setting. `free`: a resumed run with another value still
-    # repeats the earlier run.
+    # repeats the earlier run. `path`: in a YAML file, the value is relative to the file's folder.
     name: Annotated[
         str,
         Setting(

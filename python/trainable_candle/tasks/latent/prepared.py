@@ -137,6 +137,7 @@ class PreparedLatents:
     def _inputs(self, batch: Batch, noised: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `noised`, conditions, captions and loss masks, on the model's device.
 
+        Conditions are inputs such as sizes and crops; `batch.frames` has the crop of each image.
         `noised` has the noised latents as `sample`, and what else the objective needs.
         """
         family = self._family

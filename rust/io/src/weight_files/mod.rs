@@ -60,6 +60,7 @@ impl WeightFiles {
         }
         let (codes, scales, packed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         let mut found = Self { files, index, codes, scales, packed };
+        // Fills `codes`, `scales` and `packed`, and removes the tensors that belong to quantized weights from `index`.
         found.take_all_beside()?;
         Ok(found)
     }
@@ -113,7 +114,7 @@ impl WeightFiles {
         elements.into_iter().max_by_key(|&(_, count)| count).map(|(dtype, _)| dtype)
     }
 
-    /// The text entries of the headers of all files, without the formats of weights.
+    /// The text entries of the headers of all files, without the entry that names the formats of quantized weights.
     pub fn metadata(&self) -> BTreeMap<String, String> {
         self.files.iter().flat_map(WeightFile::metadata).filter(|(name, _)| name != eight_bits::HEADER).collect()
     }
@@ -136,15 +137,16 @@ impl WeightFiles {
         };
         // The rows of a convolution's weight are the weights of the output channels.
         let rows = codes.dims().first().copied().unwrap_or(1);
-        let matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
-        let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16)).map_err(|error| match error {
-            Error::Argument { message, .. } => {
-                Error::weights(self.files[file].path(), format!("\"{name}\": {message}"))
-            }
-            other => other,
-        })?;
-        let values = values.to_device(device)?;
-        values.dequantize(values.dtype())?.reshape(codes.dims())
+        let code_matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
+        let weight =
+            quantized(bits, &code_matrix, &scales, dtype.unwrap_or(DType::BF16)).map_err(|error| match error {
+                Error::Argument { message, .. } => {
+                    Error::weights(self.files[file].path(), format!("\"{name}\": {message}"))
+                }
+                other => other,
+            })?;
+        let weight = weight.to_device(device)?;
+        weight.dequantize(weight.dtype())?.reshape(codes.dims())
     }
 
     /// Whether the tensor `name` is a four-bit weight of bitsandbytes.

@@ -1,5 +1,9 @@
-//! Runs the readers of models and adapters on damaged files. By default, a test tries 1000 files. This command tries
-//! more, with all readers or with those whose tests have READER in their names:
+//! Runs the readers of models and adapters on damaged files. A test gives [`run`] valid files, a function that damages
+//! them, and a function that reads a file and returns whether the reader accepts it. The reader must accept the valid
+//! files. It may accept or reject a damaged file, but must neither panic nor take too much memory.
+//!
+//! By default, a test tries 1000 files. This command tries more, with all readers or with those whose tests have READER
+//! in their names:
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
@@ -25,14 +29,17 @@ const CPU: Device = Device::Cpu;
 /// The total size in bytes of the other files that a reader reads, if it reads only the damaged file. [`run`] takes
 /// this size into account when it checks how much memory a reader takes.
 const NO_OTHERS: usize = 0;
+/// The factor by which the scales in an adapter's file are multiplied.
+const FILE_SCALES: f64 = 1.0;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
 }
 
-/// The model in the folder `name` of `tests/golden`.
+/// The model in the folder `name` of `tests/golden`, in the dtype of its file.
 fn load_golden(name: &str) -> Loaded {
-    load(&golden(name), &Choice::default(), None, &CPU).unwrap()
+    let dtype = None;
+    load(&golden(name), &Choice::default(), dtype, &CPU).unwrap()
 }
 
 /// Writes a valid file with small tensors of several dtypes, whose names begin with `prefix`, and returns its bytes.
@@ -114,7 +121,7 @@ fn damaged_adapters_are_read_or_rejected() {
     let outlines = [Outline { names: names.clone(), layers: shapes.collect() }];
     run("adapters", &path, &valid, NO_OTHERS, mutate::safetensors, || {
         let verified = verify_adapter(&path, &outlines);
-        let attached = attach_adapter(&path, 1.0, PartLayers { names: &names, layers: &layers });
+        let attached = attach_adapter(&path, FILE_SCALES, PartLayers { names: &names, layers: &layers });
         let is_attached = attached.as_ref().is_ok_and(|set| {
             // Leaves the layers free for the next case.
             set.set_enabled(false);
@@ -131,8 +138,8 @@ fn damaged_adapter_configurations_are_read_or_rejected() {
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &layers).unwrap();
-    // The configuration in the header of the safetensors file takes precedence over `adapter_config.json`. The test
-    // makes it unreadable.
+    // A configuration in the header of the safetensors file takes precedence over `adapter_config.json`. The header's
+    // entry for it is empty here, so that the reader uses `adapter_config.json`.
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), String::new())]);
     let options = SaveOptions { format: Some(AdapterFormat::Peft), metadata, ..SaveOptions::default() };
     save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();
@@ -141,7 +148,7 @@ fn damaged_adapter_configurations_are_read_or_rejected() {
     let others = std::fs::metadata(folder.join("adapter_model.safetensors")).unwrap().len() as usize;
     let valid = [std::fs::read(&path).unwrap()];
     run("adapter_configurations", &path, &valid, others, mutate::json, || {
-        match attach_adapter(folder.path(), 1.0, PartLayers { names: &names, layers: &layers }) {
+        match attach_adapter(folder.path(), FILE_SCALES, PartLayers { names: &names, layers: &layers }) {
             Ok(set) => {
                 set.set_enabled(false);
                 true

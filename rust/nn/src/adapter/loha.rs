@@ -77,6 +77,7 @@ struct LoHa {
 }
 
 impl Delta for LoHa {
+    /// Compute (A₁ B₁) ∘ (A₂ B₂). [`Added`] multiplies it by s and adds it to W.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let cast = |var: &Var| var.to_dtype(dtype);
         low_rank_hadamard(&cast(&self.a[0])?, &cast(&self.b[0])?, &cast(&self.a[1])?, &cast(&self.b[1])?)?

@@ -22,6 +22,7 @@ pub(super) const UP: &str = "lora_B.weight";
 /// LoRA in the registry.
 pub static KIND: AdapterKind = AdapterKind {
     name: "lora",
+    // On a convolution, A has the kernel's layout in files, and B, which is (out, r) here, is (out, r, 1, 1) there.
     parameters: &[(DOWN, Layout::Kernel), (UP, Layout::Pointwise)],
     // Other kinds, such as DoRA, also have A and B, so no parameter marks an adapter as LoRA.
     mark: &[],
@@ -43,8 +44,8 @@ pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<S
     vec![(DOWN, Start::new(dims, StartValues::Kaiming)), (UP, up)]
 }
 
-/// Convert a parameter to `dtype` for a fused operation, or return it unchanged if the operation converts f32
-/// parameters itself.
+/// Convert a parameter to `dtype`, the dtype of the input of a fused operation. An f32 parameter is returned unchanged
+/// if `dtype` is f16 or bf16, because the operation then converts it itself.
 pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
     match (parameter.dtype(), dtype) {
         (DType::F32, DType::F16 | DType::BF16) => Ok(parameter.as_tensor().clone()),

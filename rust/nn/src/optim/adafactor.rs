@@ -74,7 +74,7 @@ impl Rule for AdafactorRule {
     const KERNELS: Option<Kernels<AdafactorConfig>> = Some(Kernels {
         prepare: "whole",
         step: "adafactor_step",
-        // No kernel runs before `step`, and no state has 8 bits.
+        // Between `prepare` and `step` no kernel runs, and no state has 8 bits.
         before: &[],
         step_8bit: None,
         settings: |config| Settings {

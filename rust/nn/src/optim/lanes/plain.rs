@@ -1,11 +1,13 @@
-//! [`Lanes`] for any processor. The values are in arrays, which the compiler may put into registers.
+//! [`Lanes`], arithmetic on several f32 values at once, for any processor. The values are in arrays, which the compiler
+//! may put into registers.
 
 use super::Lanes;
 use crate::optim::quant::{BLOCK_SIZE, Codebook};
 
 const WIDTH: usize = 8;
 
-/// The token of this implementation, which needs no special instructions.
+/// The token of this implementation. Other tokens show that the processor has certain instructions; this one needs
+/// none.
 #[derive(Clone, Copy)]
 pub(super) struct Plain;
 
