@@ -19,9 +19,10 @@
 // Makes `shares` from the parameters of a kernel.
 #define SHARES(m) const Shares<m> shares(Spans{spans, shape.queries, group}, plan, shape.heads / group, blocks)
 
-// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. *taken is the number of tiles
-// that blocks have taken from the queue. It must be zero before the launch, and is zero after it. `groups` warpgroups multiply, for 64
-// queries each.
+// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. *taken counts how often
+// blocks have asked the queue for a tile after their first one. It must be zero before the launch, and is zero after it. `groups`
+// warpgroups multiply, for 64 queries each; a tile of keys has 128. A tile of queries is never split among blocks, so the argument of
+// `run` for parts is null.
 // Grid (at most ceil(rows / R) * heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory:
 // w64 139392 bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
@@ -71,7 +72,8 @@
 
 // attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. A gradient whose
 // pointer is null is not written.
-// Grid (heads * ceil(rows / M) + (blocks - 1) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (heads * ceil(rows / M) + (blocks - 1) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory. A split item
+// takes width / 8 blocks of the grid; at most blocks - 1 items are split, one where the share of a block ends and the next share begins.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_varlen_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, const uint32_t *spans,                    \

@@ -23,7 +23,8 @@
 // stride_width, and pixels = batch * ceil(height / stride_height) * ceil(width / stride_width).
 //
 // partials: f32 (splits, pixels of the result, channels of the result); null if the sums are not split and the result is not
-// wanted in f32. If `sums_bias` (f32) is not null, it is added to each slice of partials. `bias` is not.
+// wanted in f32. `bias` is not added to partials, but `sums_bias` (f32), if not null, is added to each of their `splits`
+// slices. So pass it only with one split, where partials are the f32 result.
 //
 // Dynamic shared memory, in bytes:
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120

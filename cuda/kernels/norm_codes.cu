@@ -34,6 +34,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
             found.see(result);
         }
         const float scale = found.of_team(is_int8);
+        // Keeps the compiler from holding the values widened to f32, which takes more registers, until they are rounded to codes.
         values.keep_narrow();
         with_rounder(scale, is_int8, [&](auto rounder) {
 #pragma unroll

@@ -171,6 +171,7 @@ impl PartFacts {
         let quantization = Quantization::new(format, quantizable, uses_w8a8());
         let format_of = |name: &str| {
             let layer = name.strip_suffix(".weight")?;
+            // `rows` names the embedding and the head of a language model, which `layers` need not have.
             let is_known = layers.contains_key(layer) || quantizable.rows.contains(&layer);
             // None for a layer that is not quantized; `Some(None)` for one that keeps its block format, if it has one.
             let wanted = quantization.of(layer).filter(|_| is_known)?;
@@ -333,7 +334,8 @@ fn parts_of(
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
-            // Where one file may hold this part together with others, a file of this part alone is no checkpoint.
+            // Where one file may hold this part together with others, a file of this part alone is no checkpoint. (Files
+            // with the names of an original checkpoint have `original`.)
             Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
@@ -405,6 +407,7 @@ fn assign(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
 
 /// Whether the part can be in one file together with other parts, as in an original checkpoint.
 fn may_share_file(place: Place) -> bool {
+    // The other sections are those of GGUF files, which hold a single part.
     place.part.sections.iter().any(|section| section.is_written())
 }
 

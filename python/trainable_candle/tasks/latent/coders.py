@@ -84,7 +84,7 @@ class KLCoder:
         # Qwen-Image's configuration has `z_dim`, the other configurations have `latent_channels`.
         self.channels = int(config.get("z_dim") or config["latent_channels"])
         self.factor = factor
-        # A subclass that packs latents enlarges `factor`, but not this one.
+        # A subclass that packs latents enlarges `factor`, but not `_autoencoder_factor`.
         self._autoencoder_factor = factor
         self._scaling_factor = float(config.get("scaling_factor", 1.0))
         # The entry may be null.

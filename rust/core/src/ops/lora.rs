@@ -228,6 +228,7 @@ impl<'a> LoraWeights<'a> {
     /// The low-rank product for inputs of `dtype`.
     fn low_rank(&self, dtype: DType) -> Result<LowRanks<'a>> {
         let mut low_rank = LowRanks::default();
+        // The product is added to all columns of the result.
         let first_column = 0;
         low_rank.push([self.down, self.up], self.scale, first_column, dtype)?;
         Ok(low_rank)
@@ -247,7 +248,9 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
+            // x Wᵀ + b; or zeros, if a checkpoint recomputes this operation only for `hidden` and nothing reads y.
             let y = forward_unless_unread(&matrix, w.weight, w.bias.map(|b| &b.raw))?;
+            // Adds s (x Aᵀ) Bᵀ to y in place; `hidden` is x Aᵀ.
             let hidden = low_rank.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, hidden.into_iter().collect()))
         },

@@ -272,6 +272,7 @@ fn rescale(
     }
     let mut old_alphas = BTreeMap::new();
     for (layer, scale) in layers.iter_mut().zip(new_scales) {
+        // A layer cannot get the scale 0 without a change of its effect.
         let Some(scale) = scale.filter(|scale| *scale != layer.settings.scale && *scale != 0.0) else { continue };
         old_alphas.extend(names.key(layer.name, Style::Diffusers).map(|key| (key, alpha::of(layer))));
         alpha::rescale(layer, scale)?;

@@ -121,7 +121,8 @@ pub fn safetensors(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
         4 => (json(rng, header), bytes(rng, data)),
         _ => (json(rng, header), data.to_vec()),
     };
-    // Wrong lengths: none, too short, longer than the file, and two whose sum with the eight bytes before overflows.
+    // Wrong lengths: zero, too short, longer than the file, and two that overflow when 8, the number of bytes of the
+    // length itself, is added.
     let length =
         if rng.below(50) == 0 { *rng.pick(&[0, 7, 1 << 40, u64::MAX, u64::MAX - 7]) } else { header.len() as u64 };
     [&length.to_le_bytes()[..], &header, &data].concat()

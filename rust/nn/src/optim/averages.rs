@@ -39,6 +39,7 @@ impl<R: Rule> Stepper<R> {
             };
             let result = own_copy(master.as_ref().unwrap_or_else(|| var.raw()))?;
             let weight = Raw::from_vec(vec![(average.weight)(config)], 1, var.device())?;
+            // result += weight * (state - result)
             lerp_in_place(&result, &state, &weight)?;
             Ok(Some(result))
         };
@@ -48,7 +49,7 @@ impl<R: Rule> Stepper<R> {
     /// Does what [`Optimizer::eval`] says.
     pub(super) fn replace_by_averages(&mut self) -> Result<()> {
         let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
-        // Within a captured function, return the error before anything is computed.
+        // A captured function may not change `trained`. Return this error before anything is computed.
         self.trained.get_mut()?;
         let values = self.averaged(&average)?;
         let vars = self.vars();

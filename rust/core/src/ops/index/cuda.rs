@@ -167,7 +167,8 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     }
     let (ids, bytes) = dense_ids(op, ids)?;
     let function = gpu.function(&GATHER_BACKWARD, suffix(op, g.dtype())?)?;
-    let shape = Shape::flat(dx.elem_count(), 1);
+    let elements_per_thread = 1;
+    let shape = Shape::flat(dx.elem_count(), elements_per_thread);
     let arguments = GatherBackward {
         grad: input(op, &g)?,
         ids: input(op, &ids)?,

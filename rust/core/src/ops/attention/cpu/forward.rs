@@ -57,6 +57,7 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     let (block_rows, block_columns) = (query_count.min(QUERIES), key_count.min(KEYS));
     // A block of queries takes two multiplications for each query, key and element: one of query and key for the score,
     // one of e^score and value for the result. Queries are about as wide as values, so `value_width` stands for both.
+    // `grain`, the number of blocks that a thread takes at a time, is chosen for about TASK multiplications.
     let grain = TASK / (block_rows * key_count * 2 * value_width).max(1);
     par_ranges(attention.heads() * blocks_per_head, grain, |tasks| {
         let mut block_scores = vec![T::Acc::ZERO; block_rows * block_columns];
@@ -88,7 +89,7 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                 let result = MatMut::row_major(result, queries.len(), value_width);
                 // `group` consecutive query heads share a head of values.
                 let values = values.rows(head / attention.group, &keys);
-                // Adds the product to `result`.
+                // Adds the product, with the factor 1, to `result`.
                 gemm(result, exponentials, values, 1.0, true);
             }
             let start = head * query_count + queries.start;
