@@ -28,7 +28,8 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// Stores a pack to global memory in one access. Uses `store_words` for a pack of 16 bytes; see there before you load the values again.
+// Stores a pack to global memory in one access. The compiler does not know that `store_words`, which stores packs of 16 bytes, writes
+// memory: if the same kernel loads the values again, put `one_at_a_time()` before the load.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));

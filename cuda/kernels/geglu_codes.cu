@@ -67,7 +67,9 @@ __device__ __forceinline__ void forward(const T *x, uint32_t rows, uint32_t widt
     }
 }
 
-// If `is_one_scale`, the first of `column_scales` is for all columns.
+// The next product multiplies the codes of this gradient by a weight's codes, and sums over the weight's rows, which have a scale each.
+// So column j of the gradient is first multiplied by the scale of the weight's row j, `column_scales[j]`. If `is_one_scale`, the first of
+// `column_scales` is for all columns.
 template <typename T>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const float *column_scales, bool is_one_scale, uint32_t rows,
                                          uint32_t width, bool is_int8, uint8_t *codes, float *scales) {

@@ -99,13 +99,13 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     rstd += earlier_rows;
     partials += blockIdx.z * gridDim.y * 2ull * len;
     const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
-    const uint64_t last = rows < first + piece ? rows : first + piece;
+    const uint64_t end = rows < first + piece ? rows : first + piece;
     for (uint64_t tile = static_cast<uint64_t>(blockIdx.x) * WIDTH; tile < len; tile += static_cast<uint64_t>(gridDim.x) * WIDTH) {
         const uint64_t column = tile + threadIdx.x * N;
         A dot[N] = {}, sum[N] = {};
         if (column < len) {
 #pragma unroll 4
-            for (uint64_t row = first + threadIdx.y; row < last; row += LINES) {
+            for (uint64_t row = first + threadIdx.y; row < end; row += LINES) {
                 const auto pack = load_pack<N>(x + row * len + column), g = load_pack<N>(grad + row * len + column);
                 const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
 #pragma unroll
@@ -121,13 +121,13 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
             sums[threadIdx.y * WIDTH + threadIdx.x * N + i] = sum[i];
         }
         __syncthreads();
-        for (int at = threadIdx.y * WARP + threadIdx.x; at < WIDTH && tile + at < len; at += LINES * WARP) {
+        for (int offset = threadIdx.y * WARP + threadIdx.x; offset < WIDTH && tile + offset < len; offset += LINES * WARP) {
             A all_dots = 0, all_sums = 0;
             for (int line = 0; line < LINES; line++) {
-                all_dots += dots[line * WIDTH + at];
-                all_sums += sums[line * WIDTH + at];
+                all_dots += dots[line * WIDTH + offset];
+                all_sums += sums[line * WIDTH + offset];
             }
-            A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 2 * len + tile + at;
+            A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 2 * len + tile + offset;
             partial[0] = all_dots;
             partial[len] = all_sums;
         }

@@ -17,14 +17,15 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     using Ring = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;
 
     // The block's first output channel, its first column, the indices of its steps (`end` is exclusive), and the number of
-    // columns of the whole product.
+    // columns of the whole product. A column is one value of an output channel's weight, so the names have `value`.
     int first_out, first_value, begin, end, values;
 
     __device__ __forceinline__ explicit WeightGrad(const Conv2dShape &s)
         : values(s.kernel_height * s.kernel_width * s.channels) {
-        const int columns = (values + COUNT - 1) / COUNT, pair = int(blockIdx.x) / CLUSTER;
-        first_out = (pair / columns * CLUSTER + int(blockIdx.x) % CLUSTER) * ROWS;
-        first_value = pair % columns * COUNT;
+        // The number of ranges of COUNT columns, and the index of this block's cluster (a pair of blocks with PAIRED).
+        const int ranges = (values + COUNT - 1) / COUNT, cluster = int(blockIdx.x) / CLUSTER;
+        first_out = (cluster / ranges * CLUSTER + int(blockIdx.x) % CLUSTER) * ROWS;
+        first_value = cluster % ranges * COUNT;
         const int64_t steps = (int64_t(s.batch) * s.out_height * s.out_width + STEP - 1) / STEP;
         begin = int(steps * blockIdx.z / gridDim.z);
         end = int(steps * (blockIdx.z + 1) / gridDim.z);
@@ -32,13 +33,15 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
 
     // Starts the copies of all steps; one thread calls this.
     __device__ __forceinline__ void copy(const Conv2dShape &s, const Conv2dMaps &maps, Ring pipeline) const {
+        // Only the gradient of the input has several phases; here, the phase is 0.
         const Gather gather = Gather::of<Direction::FORWARD>(s, 0);
         // The first tile of windows that this block fetches.
         const int own = PAIRED ? int(cluster_rank()) * RIGHT_TILES / 2 : 0;
         for (int step = begin; step < end; ++step) {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier();
-            // The map `dense` has the dimensions (out channels, 1, pixels of the output).
+            // The map `dense` has the dimensions (out channels, 1, pixels of the output). `false`: only this block gets the
+            // tile, even with PAIRED.
             for (int i = 0; i < LEFT_TILES; ++i) {
                 copy_box<false>(pipeline.address() + i * SQUARE_BYTES, maps.dense, barrier, first_out + i * STEP, 0,
                                 step * STEP);
@@ -73,20 +76,23 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             cluster_wait();
         } else {
             registers_more<232>();
+            // This warpgroup's first column in the block's tile.
             const int column = int(threadIdx.x) / WARPGROUP * HALF, outs = s.out_channels;
             float acc[LEFT_TILES][HALF / 2] = {};
+            // Each warpgroup has all rows of the tile: they begin at byte 0 of a stage, and at row 0 in `each_strip` below.
             pipeline.template multiply_steps<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS, LEFT_TILES, HALF>(
                 acc, end - begin, 0, LEFT_BYTES + column / STEP * SQUARE_BYTES);
             const auto row_of = [&](int row) -> int64_t { return first_out + row < outs ? first_out + row : -1; };
             if (partials != nullptr) {
                 float *slice = partials + int64_t(blockIdx.z) * outs * values;
                 each_strip(acc, 0, column, [&](const auto &strip, int row, int first) {
-                    store_partials(slice, nullptr, strip, row, first, first_value, values, row_of);
+                    store_partials(slice, /* bias */ nullptr, strip, row, first, first_value, values, row_of);
                 });
             } else {
                 T *staged = reinterpret_cast<T *>(shared);
                 workers_wait<WORKERS>();
                 each_strip(acc, 0, column, [&](const auto &strip, int row, int first) {
+                    // The null pointer: a gradient has no bias.
                     stage_strip<T, COUNT>(staged, strip, static_cast<const T *>(nullptr), row, first, first_value,
                                           values);
                 });

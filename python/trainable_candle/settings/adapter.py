@@ -1,8 +1,9 @@
 """Settings of the adapters: their kind, layers and files; also the layer of CLIP to read.
 
 In a `Setting`, `rare` keeps the setting out of the short help, `free` lets a resumed run change it,
-and `above` excludes the bound `low` itself. A `Condition` has names of settings, when they have an
-effect, and the flags that give them an effect, for the message if they have none.
+`above` excludes the bound `low` itself, and `below` is an upper bound that is excluded. A
+`Condition` has names of settings, when they have an effect, and the flags that give them an effect,
+for the message if they have none.
 """
 
 from __future__ import annotations

@@ -111,6 +111,8 @@ def estimate(
 
     encoding = text_rows_at_once(family, config, limit) * family.text_working_values * itemsize
     captions = [text_weights, Item("text encoders", "activations", encoding), *cache]
+    # The larger of: the pixels of one image that are encoded at once (all, or a tile of a large
+    # image), and those of a batch of images.
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * count))
     images = [vae_weights, Item("vae", "activations", _coding(facts) * at_once), *cache]
     if _keeps_texts(config):

@@ -24,6 +24,7 @@ fn as_rows(x: &Raw, dim: usize) -> Result<Raw> {
     contiguous(&x.transpose(dim, x.rank() - 1)?)
 }
 
+/// Computes `function` along `dim`. The CUDA form chooses its kernel by the name `op`.
 fn forward<F: RowFunction>(op: &'static str, x: &Raw, dim: usize, function: F) -> Result<Raw> {
     let x = as_rows(x, dim)?;
     let y = on_device!(x.device(), cuda => cuda::forward(op, &x), cpu => cpu::forward(op, &x, function))?;

@@ -49,9 +49,10 @@ impl Projections {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let values = tokens * self.sizes.dim();
+        // The input, `values` values of `tokens` tokens, comes from a norm, which is cheap to recompute.
         let is_input_cheap = true;
         saved.layers(&self.qkv.layers(), (values, tokens), is_input_cheap);
-        // Queries and keys before their norms, and the values of attention.
+        // The queries and keys (before their norms) and the values that attention reads: `values` numbers each.
         saved.keep(3 * values);
     }
 }

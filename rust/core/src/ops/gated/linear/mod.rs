@@ -128,7 +128,8 @@ impl Late<Raw> {
     }
 }
 
-/// Applies SwiGLU to the sum of y (rows, 2 n) and the late products, if any.
+/// Applies SwiGLU to the sum of y (rows, 2 n) and the late products, if any. There are late products only on CUDA;
+/// `on_device!` needs a CPU form all the same.
 pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
