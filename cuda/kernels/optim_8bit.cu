@@ -1,7 +1,7 @@
 // The optimizers with 8-bit states, as in bitsandbytes' Adam8bit, AdamW8bit and Lion8bit. Adam and AdamW have two states for each
 // parameter, Lion has one. A value of a state is stored as one byte, its code (dynamic_map.cuh). Every 256 values of a state share a
 // scale. Below, a "block" is 256 (STATE_BLOCK) elements that share their scales. Only where a comment describes a launch, a block is a
-// block of threads.
+// block of threads. A piece is the elements of a parameter that are in one block: all 256, or fewer at the end of the parameter.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access of the warp is to 512 contiguous bytes of f32 or 128 contiguous bytes of codes. Multiplications and additions are fused where the
@@ -210,7 +210,8 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 
 // One step of all pieces, each of at most 256 elements, after adam_8bit_prepare or lion_prepare (optim.cu):
 // <optimizer>_8bit_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
-// With gradient g = gain * grads, p = params, states m, v = table.values[code] * scale, and the coefficients of the piece's group:
+// With gradient g = gain * grads, p = params, states m, v = table.values[code] * scale, and the coefficients of the piece's group, where
+// gain1 = 1 - beta1 and gain2 = 1 - beta2:
 //   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps)), where step_size
 //         is negative;
 //   lion: p = decay * p - step_size * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;

@@ -105,7 +105,7 @@ class Digits(LatentFamily):
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     at_once: ClassVar[int] = 256  # the batch size of drawing, and the least one of validation
-    validation_examples: ClassVar[int] = 1  # at least; a validation uses each image once
+    validation_examples: ClassVar[int] = 1  # a minimum of 1: each image is used once
     coder: ClassVar[Pixels] = Pixels()
     resolution: ClassVar[int] = SIDE
 
@@ -182,7 +182,7 @@ class Digits(LatentFamily):
         if not config.on_gpu:
             count = len(data.train) + len(data.validation or ())
             # Grey pixels in f32, 4 bytes each.
-            trained.items.append(Item("images", "", 4 * count * SIDE**2))
+            trained.items.append(Item("images", what="", bytes=4 * count * SIDE**2))
         phases = {**trained.early_phases, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 

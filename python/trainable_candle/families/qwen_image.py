@@ -101,7 +101,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     )
     coder_kind: ClassVar[type[KLCoder]] = QwenImageCoder
     text_tokens: ClassVar[int] = _USUAL_TOKENS
-    overflows: ClassVar[bool] = True
+    overflows: ClassVar[bool] = True  # some values are too large for f16
     goes_with: ClassVar[str] = "Qwen-Image goes with Qwen2.5-VL 7B"
     model: QwenImageTransformer
 
@@ -146,7 +146,8 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         """See `FlowFamily.text_features`."""
         # The shape of a linear weight is (out, in); `in` is the width of the hidden states.
         width = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
-        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
+        read = self.facts.config["joint_attention_dim"]
+        return {"text_encoder": Features(produced=width, read=read)}
 
     def load_encoders(self) -> QwenImageTexts:
         """Load Qwen2.5-VL, without its vision encoder, and its tokenizer."""
@@ -173,7 +174,8 @@ class QwenImage(FlowFamily[QwenImageTexts]):
             guided: the prediction with guidance, (B, C, H, W).
             positive: the prediction for the prompt alone, of the same shape.
         """
-        # The channels of a square are the features of a token.
+        # `squares` turns the 2x2 latent pixels of a token into channels, so dimension 1 has the
+        # features of a token.
         tokens, expected = squares(guided.to("f32")), squares(positive.to("f32"))
         norm, expected_norm = ((x * x).sum(1, keepdim=True).sqrt() for x in (tokens, expected))
         return from_squares(tokens * (expected_norm / norm))
@@ -185,6 +187,8 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         # A single text has no padding. In a batch, zeros follow shorter texts, and `lengths` masks
         # the zeros.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
+        # `image_at` and `text_at` are positions of tokens; `centred` puts row 0 and column 0 in the
+        # middle of the image.
         return over_tokens(
             sample,
             text.shape[1],

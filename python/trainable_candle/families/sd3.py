@@ -60,7 +60,10 @@ class SD3Texts:
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption has more tokens than T5 reads; CLIP reads fewer than T5."""
+        """Return whether a caption has more tokens than T5 reads, so that its end is lost.
+
+        Both CLIP encoders read fewer tokens, but T5 also reads what they leave out.
+        """
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:

@@ -114,12 +114,12 @@ class Conv2d(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> None:
-        height, width = _pair("Conv2d", "kernel_size", kernel_size, 1)
-        self.stride = _pair("Conv2d", "stride", stride, 1)
-        self.dilation = _pair("Conv2d", "dilation", dilation, 1)
+        height, width = _pair("Conv2d", "kernel_size", kernel_size, least=1)
+        self.stride = _pair("Conv2d", "stride", stride, least=1)
+        self.dilation = _pair("Conv2d", "dilation", dilation, least=1)
         if isinstance(padding, str):
             padding = self._padding(padding, (height, width))
-        self.padding = _pair("Conv2d", "padding", padding, 0)
+        self.padding = _pair("Conv2d", "padding", padding, least=0)
         self.groups = whole("Conv2d", "groups", groups)
         inputs_per_group, remainder = divmod(
             whole("Conv2d", "in_channels", in_channels), self.groups
@@ -396,7 +396,7 @@ def _shape(layer: str, value: object) -> tuple[int, ...]:
     return tuple(whole(layer, "normalized_shape", number) for number in values)
 
 
-def _pair(layer: str, name: str, value: object, least: int) -> tuple[int, int]:
+def _pair(layer: str, name: str, value: object, *, least: int) -> tuple[int, int]:
     """Return the height and the width that an argument gives, which may be one number for both."""
     values = value if isinstance(value, (list, tuple)) else (value, value)
     if len(values) != 2:

@@ -14,8 +14,8 @@
 
 #include "order.cuh"
 
-// The sequence is divided into places. A step takes one place. Each item also takes this number of places before its steps, which stand for
-// the time to load the item's first tiles and to store its gradients. Without them, blocks with many short items would end last.
+// The sequence is divided into places. A step takes one place. Each item also takes ITEM_PLACES places before its steps. These places stand
+// for the time to load the item's first tiles and to store its gradients. Without them, blocks with many short items would end last.
 constexpr uint32_t ITEM_PLACES = 2;
 
 // The shares for tiles of M queries.

@@ -143,7 +143,8 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         reason = none_found(config.mask, dataset.items[0].image.path)
         raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
-        with naming_validation():
+        with naming_validation():  # Errors name `validation_dataset` instead of `dataset`.
+            # `fixed`: without random crops, mirroring or colours.
             return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)

@@ -172,8 +172,8 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model, and embedder 0 in files of the refiner, which
-        // has no other text encoder.
+        // OpenCLIP ViT-bigG: embedder 1 in files of the base model, embedder 0, the only one, in files of the refiner.
+        // The refiner itself is not supported (see `UNSUPPORTED`), but this encoder can be read from its files.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,

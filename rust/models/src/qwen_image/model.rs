@@ -167,7 +167,9 @@ impl Architecture for QwenImageTransformer {
         blocks: &["transformer_blocks."],
         unquantized: &[],
         modulation: &MODULATION,
+        // No layer outside of blocks is quantized.
         rows: &[],
+        // No restriction: with products of 8-bit codes, the same layers are quantized as without.
         multiplied: &[],
     };
 

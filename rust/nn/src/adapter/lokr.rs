@@ -23,6 +23,8 @@ const LARGE: [&str; 3] = ["lokr_w2", "lokr_w2_a", "lokr_w2_b"];
 /// LoKr in the registry.
 pub static KIND: AdapterKind = AdapterKind {
     name: "lokr",
+    // Files have channels before height and width, memory has them after. `Kernel` and `FlatKernel` convert between the
+    // two orders, for four dimensions and for a matrix (rank, height · width · channels).
     parameters: &[
         (SMALL[0], Layout::Same),
         (SMALL[1], Layout::Same),

@@ -41,6 +41,7 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     const X: usize = 0; // the index of x among the operation's inputs
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
+    // The gradient has the dtype and the device of the first `x`, and the shape of the second.
     if let Some(part_of_grad) = context.part(X, (&x, x.dims()), dim, start..start + columns.len())? {
         return write(columns, &x, &grad, &part_of_grad);
     }
