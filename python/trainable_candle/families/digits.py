@@ -105,7 +105,7 @@ class Digits(LatentFamily):
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     at_once: ClassVar[int] = 256  # the batch size of drawing, and the least one of validation
-    validation_examples: ClassVar[int] = 1  # a minimum of 1: each image is used once
+    validation_examples: ClassVar[int] = 1  # at least; so no image is used twice
     coder: ClassVar[Pixels] = Pixels()
     resolution: ClassVar[int] = SIDE
 

@@ -67,6 +67,7 @@ class Embedding(Module):
         """
         return functional.embedding(input, self.weight)
 
+    # The text between the parentheses of `repr`; the other layers have this method too.
     def _facts(self) -> str:
         return ", ".join(map(str, self.weight.shape))
 

@@ -144,7 +144,7 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
         with naming_validation():  # Errors name `validation_dataset` instead of `dataset`.
-            # `fixed`: without random crops, mirroring or colours.
+            # `fixed`: without random crops, mirroring and changes of colours.
             return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)
