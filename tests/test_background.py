@@ -34,7 +34,7 @@ def test_no_job_is_done_after_a_failure_until_its_error_is_raised() -> None:
     done: list[str] = []
     gate = threading.Event()
     writer = BackgroundWriter("test")
-    writer.check()
+    writer.check()  # raises the error of a failed job, as `submit` and `wait` do
     writer.submit(gate.wait)
     writer.submit(fail)
     writer.submit(partial(done.append, "after"))

@@ -63,7 +63,8 @@ def test_few_keys_use_the_kernels_for_few_keys(cuda: Any, width: int) -> None:
     }
 
 
-# The kernels for Hopper need 256 keys, and rows of a multiple of 16 bytes: 44 values have 88 bytes.
+# The kernels for Hopper need at least 256 keys, and rows of a multiple of 16 bytes: 44 values have
+# 88 bytes.
 @pytest.mark.parametrize("change", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}], ids=str)
 def test_no_hopper_kernel_runs_forward_if_causal_or_with_few_keys_or_unaligned_widths(
     cuda: Any, change: dict[str, Any]

@@ -286,7 +286,8 @@ def test_a_run_does_not_write_into_a_folder_of_its_images(
         config = TrainConfig(output=str(tmp_path / output))
         with pytest.raises(ConfigError, match=r"the run would write into .*/a, whose images it"):
             load_images(config, str(list_file), 64)
-    # Without `recursive`, the run does not read the folders below `a`, so it may write there.
+    # `config` still has the output `a/new/run`. Without `recursive`, the run does not read the
+    # folders below `a`, so it may write there.
     list_file.write_text("- path: a\n")
     assert len(load_images(config, str(list_file), 64)) == 1
 

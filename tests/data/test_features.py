@@ -30,6 +30,8 @@ from trainable_candle.data import (
 from trainable_candle.data.entries import facts_of, intact_facts, packed
 from trainable_candle.errors import ConfigError, DatasetError
 
+# The fixture `images` writes noise images `00.png`, `01.png` and so on into a folder below
+# `tmp_path`, one for each size (width, height), with captions that begin with "image 0" and so on.
 MakeImages = Callable[..., list[Path]]
 SIZES = [(64, 64), (64, 64), (48, 80), (64, 64)]
 DISK = CacheOptions("disk")
@@ -71,7 +73,7 @@ def test_batches_hold_what_the_encoder_returned(
 ) -> None:
     images("a", *SIZES)
     data = load(tmp_path / "a", flip=True, crop="random", random_crops=2)
-    # The encoder gets as many images at once as have this area.
+    # The images that the encoder gets at once have at most `encode_area` pixels: here two images.
     cache, encoder = make_cache(data, tmp_path / "c", CacheOptions(kind), encode_area=2 * 64 * 64)
     cache.fill()
     after_filling = len(encoder.calls)

@@ -148,7 +148,8 @@ def test_merging_stores_the_weights_that_qat_computed_with(tmp_path: Path) -> No
 def test_the_losses_before_and_after_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # With so small an alpha, the adapter hardly changes the model, so its loss stays low.
+    # The built-in model has learned to answer such chats. With so small an alpha, the adapter
+    # hardly changes the model, so its loss stays low.
     make_adapter(BUILT_IN, tmp_path / "a.safetensors", r=1, lora_alpha=0.1)
     data = tmp_path / "chats.jsonl"
     rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]

@@ -127,6 +127,7 @@ def test_a_run_with_loftq_starts_nearer_to_the_original_model(model: str) -> Non
         ({"base_precision": "nf4", "initial_adapter": "a"}, "--initial-adapter both say"),
         ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
         (
+            # "The two" in the message are the weight and the adapter, whose sum QAT rounds.
             {"init": "default", "qat": "int8", "lora_dropout": 0.1},
             "and --lora-dropout needs the two apart",
         ),

@@ -181,6 +181,7 @@ def test_the_estimate_counts_rounded_inputs(name: str, policy: str) -> None:
         assert rounded > plain
         assert rounded_estimate == pytest.approx(rounded, rel=1 / 7)
     else:
-        # The backward pass recomputes the rounded inputs of one block at a time.
+        # The backward pass recomputes the rounded inputs of one block at a time. The estimate
+        # counts those of one block; the measured tape, after the forward pass, has none.
         assert rounded == pytest.approx(plain, rel=0.02)
         assert rounded_estimate > plain_estimate

@@ -131,13 +131,13 @@ def test_a_lora_layer_has_f32_factors_and_the_dtype_of_its_base():
 
 
 def test_a_variable_as_base_is_frozen():
-    lora = nn.LoRALinear(tc.Var(tc.ones(4, 5)), 2, 2.0)
+    lora = nn.LoRALinear(tc.Var(tc.ones(4, 5)), rank=2, alpha=2.0)
     assert lora.parameters() == [lora.lora_down, lora.lora_up]
 
 
 def test_dropout_has_an_effect_only_in_training():
     tc.manual_seed(0)
-    lora = nn.LoRALinear(tc.zeros(3, 50), 2, 2.0, dropout=0.5)
+    lora = nn.LoRALinear(tc.zeros(3, 50), rank=2, alpha=2.0, dropout=0.5)
     lora.lora_up.set(tc.ones(3, 2))
     x = tc.ones(4, 50)
     # The rows of x are equal, but dropout draws a mask for each row.
@@ -163,7 +163,9 @@ def test_a_dora_layer_equals_numpy_and_its_merged_weight():
 
 def test_a_dora_layer_loads_the_state_of_another():
     (w,) = arrays(5, (4, 5))
-    first, second = nn.DoRALinear(tc.tensor(w), 2, 4.0), nn.DoRALinear(tc.ones(4, 5), 2, 4.0)
+    first, second = (
+        nn.DoRALinear(base, rank=2, alpha=4.0) for base in (tc.tensor(w), tc.ones(4, 5))
+    )
     first.lora_up.set(tc.ones(4, 2))
     assert list(first.state_dict()) == ["weight", "lora_down", "lora_up", "magnitude"]
     second.load_state_dict(first.state_dict())

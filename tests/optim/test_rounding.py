@@ -52,8 +52,9 @@ def rounded(
     """
     elements = first + np.arange(values.size, dtype=np.uint64)
     zeros = np.zeros_like(elements)
-    # Other random numbers have 0 or 1 where these counters have 2 or more. The arrays with the
-    # numbers 0 and 1 take half of the bits of the same words each, as do those with 2 and 3.
+    # The last word of a counter is 2 or more here; the library's other random numbers have 0 or 1
+    # there. The arrays with the numbers 0 and 1 take half of the bits of the same words each, as do
+    # those with 2 and 3.
     counters = np.stack([elements // 4, zeros, zeros + step, zeros + 2 + number // 2], 1)
     words = philox(seed, counters)[np.arange(values.size), elements % 4]
     random = words >> np.uint64(16 * (number % 2)) & np.uint64(0xFFFF)

@@ -50,17 +50,21 @@ def test_states_are_in_host_memory_only_if_other_choices_are_5_percent_slower(
     """The other choice recomputes the blocks. Both need 10 GiB of GPU memory."""
     work = work_without_blocks(layers=60e12, attention=15e12, kept=4e9)
     without, recomputing = (seconds(each, CARD) for each in (work, replace(work, recomputed=1.0)))
-    # The states cross the bus twice.
+    # Choose the bytes of the states so that a step with states in host memory takes the time
+    # `recomputing / slower`. The states cross the bus twice in a step.
     states = (recomputing / slower - without) * CARD.link / 2
     assert states > 0
 
     def estimate(config: TrainConfig) -> Estimate:
         recomputed = config.gradient_checkpointing == "full"
-        held = (2 if recomputed else 4) + (0 if config.states_on_host else 2) + 6
+        activations = 2 if recomputed else 4  # GiB, as the following numbers
+        optimizer_states = 0 if config.states_on_host else 2
+        others = 6
+        held = activations + optimizer_states + others
         items = [Item("model", "", held * GIB - RUNTIME_BYTES)]
         on_host = states if config.states_on_host else 0
         done = replace(work, recomputed=float(recomputed), states=on_host)
-        return Estimate({"training": items}, True, done, int(on_host))
+        return Estimate({"training": items}, on_gpu=True, work=done, host=int(on_host))
 
     groups = families.find("digits").groups
     found = make_plan(ON_GPU, groups, Budget(10 * GIB, 64 * GIB, CARD), estimate)
@@ -78,7 +82,8 @@ def probe(monkeypatch: pytest.MonkeyPatch, needed: float) -> list[int]:
 
     monkeypatch.setattr(_core, "cuda_pinnable_bytes", pinnable)
     work = replace(work_without_blocks(layers=1e9, attention=0, kept=0), states=needed)
-    plan = Plan(ON_GPU, Estimate({"training": []}, True, work, int(needed)), {})
+    estimate = Estimate({"training": []}, on_gpu=True, work=work, host=int(needed))
+    plan = Plan(ON_GPU, estimate, chosen={})
     group: Any = SimpleNamespace(exchange=lambda message: [message])
     probed(Budget(24 * GIB, 64 * GIB, CARD), plan, group, print)
     return asked
@@ -97,8 +102,9 @@ def test_pinned_memory_is_probed_from_half_a_gib_on_and_up_to_four(
 def test_weights_that_cannot_be_pinned_are_copied_at_10_gb_a_second_or_the_rate_of_the_bus() -> (
     None
 ):
-    assert with_ring(CARD, 1.0).streams == pytest.approx(10e9)
-    assert with_ring(replace(CARD, link=6e9), 1.0).streams == pytest.approx(6e9)
+    share = 1.0  # of the streamed weights: none can be pinned
+    assert with_ring(CARD, share).streams == pytest.approx(10e9)
+    assert with_ring(replace(CARD, link=6e9), share).streams == pytest.approx(6e9)
 
 
 @pytest.mark.parametrize(("device", "share"), [("cuda", 0.95), ("cpu", 1.0)])

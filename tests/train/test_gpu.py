@@ -21,6 +21,8 @@ from trainable_candle.train.logs import read_json_log
 
 pytestmark = pytest.mark.gpu
 PHOTOGRAPHS = Path(__file__).parents[2] / "examples" / "photos"
+# The fixture `train` trains by a config, and returns the bytes of each parameter by name. The
+# fixture `config` has the settings of a short run: 12 steps with the digits model.
 Train = Callable[..., dict[str, bytes]]
 
 
@@ -90,6 +92,7 @@ def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
         steps=30,
         save_every=0,
     )
+    # By default, a GPU records steps as CUDA graphs and replays them; with 0, each step is eager.
     eager = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
     # Recorded steps pad the rows of a batch, eager steps do not. So their sums have another order.

@@ -318,7 +318,7 @@ def test_images_of_flux2_equal_those_of_diffusers(
     (base / "model_index.json").write_text(json.dumps(index))
     theirs = klein(base, is_distilled=is_distilled)(
         prompt=PROMPT, num_inference_steps=STEPS, guidance_scale=4.0, height=SIZE[1],
-        width=SIZE[0], latents=noise(128, 4), output_type="np",
+        width=SIZE[0], latents=noise(channels=128, factor=4), output_type="np",
     ).images  # fmt: skip
     np.testing.assert_allclose(ours("flux2", base, 4.0, ""), theirs, atol=TOLERANCE)
 

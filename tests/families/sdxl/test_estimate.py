@@ -228,6 +228,7 @@ def test_the_estimate_of_previews_is_that_of_the_largest_image(
         family.facts.bytes("f32", part) for part in ("vae", "text_encoder", "text_encoder_2")
     )
     assert working == family.drawing_bytes((256, 128), count=1) - weights
+    # The first prompt alone gives a smaller image, of the run's resolution (64x64 px).
     assert working > 2 * items(sdxl_base, configure(sample_prompts=prompts[:1]),
                                "drawing previews")["previews activations"]  # fmt: skip
     sized = configure(sample_prompts=prompts[:1], sample_size="256x128")

@@ -113,6 +113,8 @@ def test_long_captions_take_several_rows_and_shorter_ones_get_rows_of_the_empty_
     with tc.no_grad():
         both = encoders([long, "x"])
         alone, empty = encoders(["x"]), encoders([""])
+    # The 40 letters need three rows. The two tiny encoders give 8 + 12 features for each token, and
+    # the second one gives 12 for the whole caption.
     assert both["encoder_hidden_states"].shape == (2, 3 * 17, 20)
     assert both["text_embeds"].shape == (2, 12)
     text = both["encoder_hidden_states"].numpy()
@@ -335,7 +337,8 @@ def test_time_ids_are_those_of_the_reference() -> None:
     # As in diffusers' train_text_to_image_sdxl.py, the six values are the height and width of the
     # original image, the top and left of the crop, and the height and width of the crop. The sizes
     # of `Fit` are those of the bucket, of the original image and of the scaled image, width first.
-    # `corner` and `frame` have the left and then the top of the crop.
+    # `corner` and `frame` have the left and then the top of the crop. Without arguments, `corner`
+    # is that of a centered crop: half of the 1195 - 1152 rows left over, rounded.
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
     assert fit.corner() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)

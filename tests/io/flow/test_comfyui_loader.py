@@ -89,8 +89,8 @@ def test_comfyui_loads_what_verify_says(
     compare: Callable[[Path], tc.AdapterReport], tmp_path: Path, kind: str, form: str | None,
 ) -> None:  # fmt: skip
     path = tmp_path / "adapter.safetensors"
-    # The default format (None) has diffusers' names, by which ComfyUI does not know some layers. It
-    # is tested without them; the format diffusers is tested with them.
+    # The default format (None) has diffusers' names, by which ComfyUI does not know the layers of
+    # `native`. It is tested without these layers; the format diffusers is tested with them.
     exclude = [] if form else list(family.native)
     adapter = attach(load(), kind, exclude_modules=exclude)
     path = tmp_path / "adapter" if form == "peft" else path

@@ -313,7 +313,8 @@ def test_a_matrix_of_several_layers_is_split(
     found = merged(model)
     np.testing.assert_allclose(np.concatenate([found[name] for name in names]), expected, atol=1e-5)
     if kind == "lora":
-        # Layers that share a factor still share it when they are written again.
+        # Layers that share a factor still share it when they are written again: otherwise, the rank
+        # in the file would be the sum of the layers' ranks.
         model.unmerge_adapter()
         adapter.save(tmp_path / "again.safetensors", format="kohya")
         again = tc.load_file(tmp_path / "again.safetensors")
