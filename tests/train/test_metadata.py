@@ -101,7 +101,7 @@ def test_metadata_of_a_dataset_has_its_folders_tags_and_buckets(digits_folder: P
 def test_every_adapter_file_of_a_run_has_metadata(config: TrainConfig, read_metadata: Read) -> None:
     run = train_adapter(config.with_(name="digit"), progress=False, report=lambda _: None)
     files = sorted(run.output.glob("digit*.safetensors"))
-    assert len(files) == 3  # of steps 5, 10 and 12
+    assert len(files) == 3  # `config` saves at steps 5 and 10, and at the end, 12
     hashes = [read_metadata(path)["sshs_model_hash"] for path in files]
     assert len(set(hashes)) == 3
     # The header would still have zeros in place of the hash if the run did not call `stamp`.

@@ -166,6 +166,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
                                 uint16_t(place.b * gather.x.move - low_x), uint16_t(place.a * gather.y.move - low_y));
             const int tap = (gather.y.tap_first + gather.y.tap_every * place.a) * s.kernel_width + gather.x.tap_first +
                             gather.x.tap_every * place.b;
+            // The weights' coordinates, the last three arguments, are: input channel, tap, output channel.
             for (int j = 0; j < RIGHT_TILES; ++j) {
                 const uint32_t to = right + j * RIGHT_TILE_BYTES + half * ROW_BYTES;
                 if constexpr (FORWARD) {

@@ -1,6 +1,10 @@
 """Settings of the length of training and of the optimizer.
 
 The functions here that return a message take the configuration of a whole run.
+
+The short help omits a `rare` setting. With `above`, the bound `low` is excluded. `synonyms` are the
+names of a setting in other tools, and `spellings` maps their names of a choice to ours. The value
+of a setting with `texts` is a list of texts; with `several`, its flag takes several at once.
 """
 
 from __future__ import annotations
@@ -74,6 +78,7 @@ def _wrong_arguments(config: Any) -> str | None:
         config.weight_decay != Training.weight_decay
     ):
         return "--weight-decay and --optimizer-args both set the weight decay; give one"
+    # Arguments that have flags of their own; the errors of `check_names` name these flags.
     optimizer_flags = {
         "lr": "--learning-rate",
         "stochastic_rounding": "--stochastic-rounding",

@@ -1,6 +1,7 @@
 """Tokenizers of CLIP and T5, and of language models with their chat templates.
 
-The tokenizers of language models are in the module `chat_tokenizer`, which is imported by itself.
+The tokenizers of language models are in the submodule `chat_tokenizer`, which must be imported
+explicitly.
 """
 
 from trainable_candle.text.clip_tokenizer import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer

@@ -336,13 +336,15 @@ class Trainer(Generic[Batch]):
         try:
             return self._passes(batches)
         except OutOfMemoryError:
-            if not self._graphs.stop():  # Without graphs, nothing can be freed.
+            # `stop` frees the graphs. If there cannot be any, a second try would fail too.
+            if not self._graphs.stop():
                 raise
         # Try again without the memory of graphs; the first batch clears the gradients.
         return self._passes(batches)
 
     def _passes(self, batches: Sequence[BatchInputs]) -> list[Tensor]:
         """Run the forward and backward passes of a step; return the batches' losses."""
+        # `_graphs` calls `_pass` or replays its graph; `drawn` seeds the draws of each batch.
         return [
             drawn(self._seed, "pass", batch.number, partial(self._graphs, batch.inputs, n == 0))
             for n, batch in enumerate(batches)

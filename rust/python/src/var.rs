@@ -65,7 +65,7 @@ impl Var {
     ///     ShapeError, DTypeError, DeviceError: on assignment, if the tensor differs from the variable in shape, dtype
     ///         or device.
     ///     OutOfMemoryError: if a copy of the gradient does not fit in memory. Reading makes a copy only if the
-    ///         gradient is in an adapter's flat buffer.
+    ///         gradient is in a flat buffer, which holds the gradients of several adapter parameters together.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
         Ok(catch_panics(|| self.0.try_grad())?.map(Tensor))

@@ -65,6 +65,7 @@ impl Board {
             names.push(op);
             names.len() - 1
         });
+        // `min` has no effect while `ENTRIES` suffices; otherwise it prevents a write outside of the board.
         Mut::new(self.address(), Element::U64).offset_by(entry.min(ENTRIES - 1) * size_of::<u64>())
     }
 

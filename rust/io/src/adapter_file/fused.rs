@@ -1,8 +1,9 @@
 //! Fused modules: one module of an adapter file that holds the adapters of several layers of the model. The weights of
 //! these layers (for example the query, key and value projections) are one matrix in the original checkpoint.
 //!
-//! The rows (outputs) of the matrix are divided into equal *shares* ([`Form::Rows`]). Each layer has one or several
-//! consecutive shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are
+//! The rows (outputs) of the matrix are divided into equal *shares*. Each layer has one or several consecutive shares:
+//! in its [`Form::Rows`], `of` is the number of shares of the matrix, `first` the layer's first share and `count` the
+//! number of its shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are
 //! the blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores
 //! this A once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are
 //! stacked if there is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows
@@ -43,7 +44,8 @@ const BLOCKS: &str = oft::BLOCKS;
 /// shares, or if the layers' parameters cannot be concatenated.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
-    // If the module is not fused, its only layer has another form.
+    // If the module is not fused, its only layer has another form. It is `Form::Swapped` if the file has the two halves
+    // of the rows in the other order.
     let Some((form, first)) = members.first() else {
         return Err(Error::argument(OP, "there is no layer to write"));
     };

@@ -319,7 +319,8 @@ impl Architecture for CausalLM {
         modulation: &[],
         // Matrices outside of the blocks that are quantized too.
         rows: &[keys::EMBEDDING, keys::HEAD],
-        // No layer is too small for the multiplication of 8-bit codes.
+        // A list here would restrict W8A8 (products of 8-bit codes) to some layers. No layer of a language model is too
+        // small for W8A8, so there is no restriction.
         multiplied: &[],
     };
 

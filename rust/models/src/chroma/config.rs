@@ -32,7 +32,8 @@ pub struct ChromaConfig {
     /// `attention_head_dim`.
     pub axes_dims_rope: Vec<usize>,
     /// Number of input features from which the approximator computes a row of the modulation table; a multiple of 8,
-    /// because an eighth are sines of the time and an eighth cosines.
+    /// because an eighth are sines of the time and an eighth cosines. (The approximator is the network that computes
+    /// the modulation of all blocks. Each row of its table is a shift, a scale or a gate.)
     pub approximator_num_channels: usize,
     /// Number of features of the approximator's hidden layers.
     pub approximator_hidden_dim: usize,

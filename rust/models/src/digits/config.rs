@@ -1,4 +1,4 @@
-//! The sizes of a digits transformer.
+//! The sizes of a digits transformer, the demo's small diffusion transformer for images of handwritten digits.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

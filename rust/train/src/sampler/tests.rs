@@ -106,12 +106,13 @@ fn sample_computes_the_same_as_the_steps_one_by_one() {
     let schedule = NoiseSchedule::sdxl().unwrap();
     let noise = Tensor::randn(0.0, 1.0, (2, 4, 3), DType::F32, &Device::Cpu).unwrap();
     let model = |x: &Tensor, timestep: f64| x.mul_scalar(0.3 + timestep / 2000.0);
+    let (steps, karras) = (5, false);
     for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
-        let mut sampler = kind.start(&schedule, 5, false).unwrap();
+        let mut sampler = kind.start(&schedule, steps, karras).unwrap();
         // The second run uses the same sampler, because step 0 starts a new run.
         let runs = [(); 2].map(|()| sample(&mut *sampler, &noise, model).unwrap().to_vec::<f32>().unwrap());
         let mut x = sampler.init_noise(&noise).unwrap();
-        for i in 0..5 {
+        for i in 0..steps {
             let output = model(&sampler.scale_input(&x, i).unwrap(), sampler.timesteps()[i]).unwrap();
             x = sampler.step(&output, i, &x).unwrap();
         }
@@ -129,7 +130,9 @@ fn guidance_of_1_calls_the_model_with_the_prompt_alone() {
         calls += 1;
         x.add(&condition[0])
     };
-    let mut guided = Guided::new(model, condition(1.0), condition(-1.0), 1.0, true).unwrap();
+    let (positive, negative) = (condition(1.0), condition(-1.0));
+    let (guidance_scale, batched) = (1.0, true);
+    let mut guided = Guided::new(model, positive, negative, guidance_scale, batched).unwrap();
     let expected = x.add_scalar(1.0).unwrap().to_vec::<f32>().unwrap();
     assert_eq!(guided.predict(&x, 0.0).unwrap().to_vec::<f32>().unwrap(), expected);
     drop(guided);
@@ -140,7 +143,8 @@ fn guidance_of_1_calls_the_model_with_the_prompt_alone() {
 fn prompts_with_unequal_numbers_of_tensors_are_rejected() {
     let condition = vec![Tensor::ones((2, 1), DType::F32, &Device::Cpu).unwrap()];
     let nothing = |x: &Tensor, _: f64, _: &[Tensor]| Ok(x.clone());
-    assert!(Guided::new(nothing, condition, vec![], 2.0, true).is_err());
+    let (guidance_scale, batched) = (2.0, true);
+    assert!(Guided::new(nothing, condition, vec![], guidance_scale, batched).is_err());
 }
 
 #[test]
@@ -160,5 +164,6 @@ fn invalid_steps_and_inputs_are_rejected() {
     assert!(sampler.step(&x, 4, &x).is_err());
     let wide = Tensor::zeros((1, 5), DType::F32, &Device::Cpu).unwrap();
     assert!(matches!(sampler.step(&wide, 1, &x), Err(Error::Shape { .. })));
+    // The error lists the names of the supported samplers.
     assert!("ddim".parse::<SamplerKind>().unwrap_err().to_string().contains("dpmpp_2m"));
 }

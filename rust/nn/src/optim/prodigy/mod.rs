@@ -258,6 +258,7 @@ impl Prodigy {
         }
         let mut items = self.stepper.items(wanted);
         items.retain(|item| item.config.config.lr > 0.0);
+        // Prodigy does not round stochastically, so there is no seed.
         update::run::<R>(items, None)
     }
 }
