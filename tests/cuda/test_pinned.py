@@ -1,7 +1,8 @@
 """A probe finds how much host memory the driver pins. A run that needs more changes its plan.
 
 The fixture `cuda` runs snippets on a simulated GPU, whose kernels do not compute. Its log has the
-calls of the driver; `mark(name)`, which every snippet can call, writes a mark to the log.
+calls of the driver; `mark(name)`, which every snippet can call, writes a mark to the log. Snippets
+find `os` and `tc` imported.
 """
 
 import json
@@ -67,7 +68,11 @@ def test_the_environment_variable_limits_the_probe_too(cuda: Any) -> None:
 def test_a_run_plans_with_the_memory_that_the_driver_pins(
     cuda: Any, flux_base: Path, sdxl_folder: Path, tmp_path: Path, *, limited: bool
 ) -> None:
-    """Only if the driver pins too little does the log say so and the run copy through a ring."""
+    """If the driver pins too little, the log says so.
+
+    The run then copies the streamed weights that it cannot pin through a ring: a small pinned
+    buffer that is filled again and again.
+    """
     settings = {
         "model": "flux", "weights": str(flux_base), "dataset": str(sdxl_folder),
         "output": str(tmp_path / "run"), "resolution": 32, "max_side": 48, "cache": "memory",

@@ -34,6 +34,7 @@ def random_model(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     adapter = model.add_adapter(config(qat, qat_learned_scales=True))
     tc.manual_seed(1)
+    # The parameters `qat_scales` are the logarithms of the factors. Files hold the factors.
     for name, var in adapter.named_parameters().items():
         var.set(tc.randn(var.shape) * (0.2 if name.endswith("qat_scales") else 0.05))
     return model, adapter
@@ -61,6 +62,7 @@ def test_learned_factors_do_not_change_the_first_step(qat: str) -> None:
 
 def test_a_plan_counts_the_factors() -> None:
     _, adapter = random_model("nf4")
+    # The only part of a language model has an empty name.
     layers = tc.inspect(BUILT_IN, "causal-lm").parts[""].layers
     count, _state_bytes = config(qat_learned_scales=True).plan(dict(layers), "adamw")
     assert count == sum(var.numel() for var in adapter.parameters())
@@ -112,6 +114,7 @@ def test_merging_stores_the_weights_that_the_training_computed_with(
     metadata = {"trainable_candle.qat": qat, "trainable_candle.qat_scales": "learned"}
     adapter.save(tmp_path / "a.safetensors", format="peft", metadata=metadata)
     flags = ("--to", qat, "--dtype", "f32")
+    # `merged` runs the command `merge` and returns its exit status.
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
     model.merge_adapter()
     wanted = model.named_tensors()

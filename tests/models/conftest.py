@@ -37,7 +37,9 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         gzip.decompress((GOLDEN / "original_names.json.gz").read_bytes())
     ).items():
         # The tensor `key` consists of one or several tensors of a part, such as `unet`. Each source
-        # is the part, the tensor's name there, and how the tensor `key` stores it.
+        # is the part, the tensor's name there, and how the tensor `key` stores it: "plain" (as it
+        # is), "transposed", "pointwise" (as the weight of a 1x1 convolution), or "rows 0", "rows 1"
+        # and so on (the sources, in this order, are blocks of rows of the tensor `key`).
         pieces = [stored[part][name] for part, name, _ in sources]
         form = sources[0][2]
         if form.startswith("rows"):

@@ -112,6 +112,7 @@ def test_every_template_renders_both_forms_of_content(template: str) -> None:
         [{"role": "user", "content": text_parts("one, ", "two")}]
     )
     assert "one, two" in text
+    # PARTS and BOTH put each part in parentheses: "(one, )(two)", but "(one, two)" for a text.
     assert parts.text.replace(")(", "") == text
 
 

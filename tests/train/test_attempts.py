@@ -192,7 +192,8 @@ def limits_of_attempts(limits: list[int | None], vram: float | None, fails: int)
     return starts
 
 
-# CUDA itself takes 512 MiB, and kernels and workspaces take 200 MiB. The GPU has 24 GiB free.
+# Tensors get the smaller of two sizes, less 200 MiB for kernels and workspaces: `vram` less the 512
+# MiB that CUDA itself takes, or the 24 GiB that are free after CUDA has taken its own memory.
 @pytest.mark.parametrize(("vram", "mib"), [(6.0, 6 * 1024 - 712), (64.0, 24 * 1024 - 200)])
 def test_vram_limits_tensors_before_anything_is_loaded_and_until_the_run_ends(
     limits: list[int | None], vram: float, mib: int

@@ -106,8 +106,8 @@ def test_separate_files_give_the_latents_and_images_of_the_pipeline(
     latents = [task.family.coder.latents(task.family.coder.encode(pixels), None).numpy()
                for task in (separate, pipeline)]  # fmt: skip
     np.testing.assert_array_equal(*latents)
-    # Until the denoiser is loaded, the estimate of memory for drawing includes it, in the format
-    # in which it will be loaded.
+    # Until the denoiser is loaded, the estimate of memory for drawing (here one image of 32x32 px)
+    # includes it, in the format in which it will be loaded.
     needed = separate.family.drawing_bytes((32, 32), 1)
     quantized = families.load(name, weights, "f32", "cpu", config.with_(base_precision="nf4"))
     assert quantized.family.drawing_bytes((32, 32), 1) < needed

@@ -97,9 +97,12 @@ def test_lumina_2_is_rejected_by_name(
     tensors = original("zimage", tmp_path)
     tensors = {key: t for key, t in tensors.items() if not key.endswith("pad_token")}
     for key in [key for key in tensors if key.endswith("attention.qkv.weight")]:
+        # The matrix has `width` rows for the queries. With half as many heads, keys and values have
+        # width / 2 rows each.
         width = tensors[key].shape[1]
         tensors[key] = tc.zeros((2 * width, width), dtype="bf16")
     path = tmp_path / "lumina.safetensors"
+    # `norm_final.weight` is an unused tensor that files of Z-Image may have, too.
     tc.save_file(tensors | {"norm_final.weight": tc.ones((32,))}, path)
     message = "the transformer is not supported: it is Lumina 2 or another relative of Z-Image"
     for act in (tc.inspect, tc.models.load):

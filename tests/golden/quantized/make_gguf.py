@@ -29,13 +29,15 @@ def main() -> None:
     # Each row is two blocks of 32. The cube gives blocks a few weights much larger than the others.
     weights = (random.normal(0, 0.05, (4, 64)) ** 3).astype(np.float32)
     weights[1, :32] = 0  # a block of zeros
-    # A block whose largest magnitude is that of a negative weight.
+    # In this block, two equal negative weights have the largest magnitude: this one and the one of
+    # the random numbers whose magnitude it copies.
     weights[2, 5] = -np.abs(weights[2, :32]).max()
     found["weights"] = weights
     for name, offsets in SCALE_OFFSETS.items():
         kind = GGMLQuantizationType[name]
         values_in_block, bytes_of_block = GGML_QUANT_SIZES[kind]
-        # Blocks have 256 or 32 values. Each block of 32 gets another one of the scales.
+        # Blocks have 256 or 32 values. Each block of 32 gets a different one of the eight
+        # SCALE_VALUES, the two blocks of 256 get two of them.
         count = 2 if values_in_block == 256 else len(SCALE_VALUES)
         blocks = random.integers(0, 256, (count, bytes_of_block), np.uint8)
         for offset in offsets:
