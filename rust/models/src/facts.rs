@@ -334,8 +334,8 @@ fn parts_of(
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
-            // Where one file may hold this part together with others, a file of this part alone is no checkpoint. (Files
-            // with the names of an original checkpoint have `original`.)
+            // Where one file may hold this part together with others, a file of this part alone is no checkpoint.
+            // (Files with the names of an original checkpoint have `original`.)
             Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {

@@ -107,10 +107,10 @@ enum NanAt {
     All,
 }
 
-// The arguments of reductions are the axes and whether to keep them (`var`: the correction, too); of norms: weight, bias
-// and eps, after the number of normalized axes or of groups. Tensors for `group_norm` are (batch, positions, channels).
-// The last arguments of attention are the mask, whether attention is causal, and the scale; those of cross-entropy the
-// ignored target, the label smoothing and the reduction.
+// The arguments of reductions are the axes and whether to keep them (`var`: the correction, too); of norms: weight,
+// bias and eps, after the number of normalized axes or of groups. Tensors for `group_norm` are (batch, positions,
+// channels). The last arguments of attention are the mask, whether attention is causal, and the scale; those of
+// cross-entropy the ignored target, the label smoothing and the reduction.
 const FUNCTIONS: &[Function] = &[
     Function { name: "sum", run: |x| x.sum(&[1], false), nan_at: NanAt::Row, gradient: false },
     Function { name: "mean", run: |x| x.mean(&[1], true), nan_at: NanAt::Row, gradient: false },

@@ -3,9 +3,9 @@
 //!
 //! The rows (outputs) of the matrix are divided into equal *shares*. Each layer has one or several consecutive shares:
 //! in its [`Form::Rows`], `of` is the number of shares of the matrix, `first` the layer's first share and `count` the
-//! number of its shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are
-//! the blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores
-//! this A once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are
+//! number of its shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors
+//! are the blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module
+//! stores this A once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are
 //! stacked if there is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows
 //! (LoKr's factors, a magnitude for each input) cannot be joined; `grouping.rs` rejects them before they get here.
 

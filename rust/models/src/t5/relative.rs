@@ -7,8 +7,8 @@ use super::T5Config;
 
 /// The bucket of a query at position `query` and a key at position `key`: the index of their row in the table of
 /// biases. Keys at or before the query are in the first half of the rows, keys after it in the second half. In each
-/// half, each short distance has its own row. Longer distances share rows on a logarithmic scale, and all distances from
-/// `relative_attention_max_distance` on share the last row.
+/// half, each short distance has its own row. Longer distances share rows on a logarithmic scale, and all distances
+/// from `relative_attention_max_distance` on share the last row.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     let half = config.relative_attention_num_buckets / 2;
     // The number of distances, from 0 on, that have a row of their own.

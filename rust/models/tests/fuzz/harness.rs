@@ -1,5 +1,5 @@
-//! Runs a reader of files, such as those of weights, over damaged files. Checks that the reader does not panic, does not
-//! hang, and takes at most 10 · (bytes of its input) + 1 MiB of memory.
+//! Runs a reader of files, such as those of weights, over damaged files. Checks that the reader does not panic, does
+//! not hang, and takes at most 10 · (bytes of its input) + 1 MiB of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::env::VarError;

@@ -436,8 +436,8 @@ mod tests {
     #[test]
     fn variables_without_a_common_offset_have_segments_of_their_own() {
         const FAR: Address = 1 << 35;
-        // Addresses of parameters, gradients and copies (0: none) of two variables of 3 elements, which take 12 bytes in
-        // f32. A second variable at 4096 + 12 and 8192 + 12 would share the first one's segment.
+        // Addresses of parameters, gradients and copies (0: none) of two variables of 3 elements, which take 12 bytes
+        // in f32. A second variable at 4096 + 12 and 8192 + 12 would share the first one's segment.
         let cases = [
             ("the parameters of the second variable come first", [4096, 8192, 0], [64, 8204, 0]),
             ("gradients have a gap", [4096, 8192, 0], [4108, 9000, 0]),

@@ -195,8 +195,8 @@ impl Patch {
         (starts.map(|b| Run { a: 0, b }).collect(), k)
     }
 
-    /// Fills `copy` from one image of the source; `size` is the image's height, width and channels. The first channel of
-    /// the copy is channel `first_channel` of the image.
+    /// Fills `copy` from one image of the source; `size` is the image's height, width and channels. The first channel
+    /// of the copy is channel `first_channel` of the image.
     pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], size: [usize; 3], first_channel: usize) {
         let [_, width, image_channels] = size;
         let channels = self.channels;

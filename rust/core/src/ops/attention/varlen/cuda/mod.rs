@@ -157,8 +157,8 @@ pub fn backward(
     Ok(grads)
 }
 
-/// Writes the gradients of q, k and v to the tensors `places`. Where a place is `None`, writes no gradient. `grad` is the
-/// gradient of the result.
+/// Writes the gradients of q, k and v to the tensors `places`. Where a place is `None`, writes no gradient. `grad` is
+/// the gradient of the result.
 pub fn backward_into(
     varlen: &Varlen,
     saved: &SavedValues,
