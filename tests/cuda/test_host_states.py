@@ -186,6 +186,7 @@ def test_making_an_optimizer_with_states_on_the_host_in_a_captured_function_is_a
             captured(x)
     except tc.errors.Error as error:
         print(error)
+    # The process can go on.
     (x * 2).sum().item()
     """
     )

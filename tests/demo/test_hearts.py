@@ -23,7 +23,7 @@ from trainable_candle.train.state import checkpoints, refuse_later
 
 @pytest.fixture(scope="module")
 def judge() -> shapes.Judge:
-    return shapes.Judge(0)
+    return shapes.Judge(seed=0)
 
 
 def drawn(shape: str, colour: str, seed: int) -> np.ndarray:
@@ -72,8 +72,9 @@ def test_the_same_seed_gives_the_same_data(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-# The numbers are `before` (which may be at most 0.2), `after` (at least 0.6), `unseen` and
-# `judge_accuracy`, which have no limits.
+# The numbers are the shares of hearts in images without the LoRA (`before`, at most 0.2) and with
+# it (`after`, at least 0.6); and, without limits, the share of hearts in the unseen colour
+# (`unseen`) and the judge's share of right answers (`judge_accuracy`).
 @pytest.mark.parametrize(
     ("verdict", "passed"),
     [
@@ -105,7 +106,7 @@ def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
     task.load_adapter(tmp_path / "adapter.safetensors", 1.0)
     options = SampleOptions(steps=14, guidance=4.0, size=(128, 128), sampler="dpmpp_2m")
     images = task.draw(["a white heart"] * 4, options)
-    assert shapes.Judge(0).hearts(images).mean() >= 0.5
+    assert shapes.Judge(seed=0).hearts(images).mean() >= 0.5
 
 
 @pytest.mark.parametrize("demo", [hearts, language, digits_demo])
@@ -113,7 +114,8 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted_training(_: TrainConfig, **_options: object) -> SimpleNamespace:
-        refuse_later(tmp_path, 0)  # As a new run does: rejects checkpoints of another run.
+        # As a new run does: rejects checkpoints of steps after 0, which are those of another run.
+        refuse_later(tmp_path, 0)
         leave_checkpoint(tmp_path)
         return SimpleNamespace(task=task, completed=False)
 
@@ -127,7 +129,8 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     for _ in range(2):
         demo.run_demo(tmp_path)
     assert checkpoints(tmp_path)
-    # Without the mark, the checkpoints may be those of another run, so they are kept.
+    # The mark is a file that says that a demo writes to the folder. Without it, the checkpoints may
+    # be those of another run, so they are kept.
     (tmp_path / MARK).unlink()
     for _ in range(2):
         with pytest.raises(ConfigError, match="of an earlier run"):

@@ -254,10 +254,11 @@ def readers() -> list[Reader]:
     )
 
     def read_clip(path: Path) -> object:
-        return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", 2)
+        return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", most=2)
 
     def read_t5(path: Path) -> object:
-        return T5Tokenizer.from_pretrained(path.parent)(["a big café", "\uff21 <extra_id_0>"], 9)
+        texts = ["a big café", "\uff21 <extra_id_0>"]
+        return T5Tokenizer.from_pretrained(path.parent)(texts, length=9)
 
     def read_header(path: Path) -> object:
         return tc.inspect(path)

@@ -1,4 +1,8 @@
-"""Files of adapters, written and read with the names of each tool."""
+"""Files of adapters, written and read with the names of each tool.
+
+The fixture `kind` is each kind of adapter in turn, `config_of` makes its configuration, and
+`attach` adds an adapter of a kind, with values that change the output, to a model.
+"""
 
 import json
 from collections.abc import Callable

@@ -121,9 +121,10 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def write_k_quants(gguf: Any, original: Path, path: Path) -> int:
-    """Write the shapes of an original checkpoint with random values; return how many are K-quants.
+    """Write random tensors with the names and shapes of those of an original checkpoint.
 
-    As in Q4_K_M, Q4_K and Q6_K are mixed. The writer is that of the package `gguf`.
+    Return how many of the tensors are K-quants. As in Q4_K_M, Q4_K and Q6_K are mixed. The writer
+    is that of the package `gguf`.
     """
     random = np.random.default_rng(0)
     # The byte offsets of the f16 scales in a block.
@@ -154,7 +155,8 @@ def test_k_quants_have_the_values_that_gguf_reads(family: str, tmp_path: Path) -
     gguf = pytest.importorskip("gguf")
     transformer, inputs = KINDS[family]
     golden = json.loads((GOLDEN / family / "transformer" / "config.json").read_text())
-    # Beside a file, the configuration would say that the file has the names of diffusers.
+    # The configuration is not in the folder of `original`: from a configuration beside a file of
+    # safetensors without `PREFIX`, the loader concludes that the file has the names of diffusers.
     (config := tmp_path / "config" / "config.json").parent.mkdir()
     config.write_text(json.dumps(golden | WIDE[family]))
     original, path = tmp_path / "original.safetensors", tmp_path / f"{family}.gguf"

@@ -81,7 +81,9 @@ def test_the_script_for_language_models_trains_and_answers(tmp_path: Path) -> No
 
 
 def test_the_script_for_many_adapters_draws_similar_images(tmp_path: Path) -> None:
-    # Mean differences, from 0 to 255, to the image that is drawn with both adapters loaded.
+    # Mean differences, from 0 to 255, to the image that is drawn with both adapters loaded. The
+    # other images are drawn with both adapters joined in one file ("joined"), with this file
+    # reduced to rank 8, with both adapters merged into a checkpoint, and without any adapters.
     distances = script("06").main(tmp_path, steps=4)
     assert distances["without any"] > 1
     assert distances["joined"] < 0.1

@@ -153,8 +153,9 @@ def test_scales_of_nan_and_integer_losses_are_errors() -> None:
     x, nan = tc.ones(4, 4), float("nan")
     with pytest.raises(tc.ArgumentError, match="scaled_dot_product_attention: the scale is NaN"):
         tc.nn.functional.scaled_dot_product_attention(x, x, x, scale=nan)
+    grad_output, down, up = x, tc.ones(2, 4), tc.ones(4, 2)
     with pytest.raises(tc.ArgumentError, match="lora_backward: the scale is NaN"):
-        tc.lora_backward(x, x, tc.ones(2, 4), tc.ones(4, 2), nan)
+        tc.lora_backward(grad_output, x, down, up, nan)
     with pytest.raises(tc.DTypeError, match="GradScaler: the loss is i64"):
         tc.optim.GradScaler().scale(tc.tensor(1))
 

@@ -76,6 +76,7 @@ def test_arguments_reach_the_schedule() -> None:
     assert optimizer.group_lrs == expected.get_last_lr() != [0.1]
 
 
+# By default, the optimizer is adamw8bit and the schedule is constant.
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
