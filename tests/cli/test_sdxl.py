@@ -287,6 +287,7 @@ def test_an_adapter_of_unet_and_text_encoders_is_read_back_from_every_format(
     assert difference.max() <= (1 if precision == "f32" else 3)
 
 
+# OFT takes no rank, so its entry sets the default rank instead of the 4 of `flags`.
 SETTINGS: list[dict[str, Any]] = [
     {"prediction_type": "v_prediction"}, {"loss": "huber"},
     {"loss": "huber", "huber_delta": 0.5}, {"loss": "huber", "huber_schedule": "snr"},

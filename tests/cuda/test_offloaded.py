@@ -2,7 +2,8 @@
 
 `cuda.run` runs code on the simulated device and returns the log of the driver's calls.
 `run.after(name)` is the part of the log from `mark(name)` to the next mark. Calls of the kind
-"refused" are those that the driver rejected, and `waits` are those for which the host waits.
+"refused" are those that the driver rejected. `run.waits` are those for which the host waits; calls
+of the kind "wait" make only a stream wait.
 """
 
 from itertools import pairwise
@@ -73,9 +74,10 @@ def test_copies_to_the_device_can_run_while_later_layers_are_recomputed(cuda: An
     for earlier, later in pairwise(starts[1:]):
         assert any(earlier < i < later for i in work)
     side = calls[starts[0]]["stream"]  # the stream of the copies
+    # The calls by which another stream waits for an event, such as the end of a copy.
     waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
     # While the input of layer i is copied to the device, layer i + 1 is recomputed: a launch or
-    # product lies between the copy and the next call that waits.
+    # product lies between the copy and the next of `waits`.
     for start in starts[1:]:
         awaited = next(i for i in waits if i > start)
         assert any(start < i < awaited for i in work)

@@ -58,6 +58,8 @@ OPTIMIZERS = {
         "adam_step_f32_bf16": 1,
     },
     "Lion(parameters, lr=0.1)": {"lion_prepare": 1, "lion_step_f32_bf16": 1},
+    # The variables have 512 elements each. By default this is too few for 8-bit states, and
+    # `small_adam_*` updates them; `min_8bit_size=1` gives them 8-bit states.
     "AdamW8bit(parameters, lr=0.1)": {
         "adam_8bit_prepare": 1,
         "small_adam_step_f32_bf16": 1,

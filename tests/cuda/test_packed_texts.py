@@ -59,8 +59,8 @@ def test_attention_inside_texts_is_near_that_of_the_cpu(
     heads: int, key_heads: int, width: int, bounds: list[int], window: int | None, dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
-    # The last twelve rows belong to no text. `with_empty` repeats the last bound, so the last text
-    # is empty.
+    # Text i has the rows from bounds[i] to bounds[i + 1]. The last twelve rows belong to no text.
+    # `with_empty` repeats the last bound, so the last text is empty.
     rows = bounds[-1] + 12
     arrays = [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
     # Round the inputs first, so that both devices compute from the same values.

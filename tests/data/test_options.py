@@ -145,7 +145,7 @@ def test_impossible_settings_are_rejected(settings: dict[str, Any], complaint: s
     "settings",
     [
         {"dropout": 1.1},
-        {"tag_dropout": 1},
+        {"tag_dropout": 1},  # expected below 1, while `dropout` may be 1
         {"keep_tokens": -1},
         {"separator": " "},
         {"variants": -1},

@@ -172,7 +172,7 @@ def test_processes_that_cannot_be_reached_are_reported(address: Address) -> None
 def test_processes_of_different_jobs_do_not_connect(address: Address) -> None:
     def run(rank: int) -> str:
         try:
-            Link(world(rank, 2, address, f"job {rank}", 3.0), {})
+            Link(world(rank, 2, address, f"job {rank}", seconds=3.0), {})
         except DistributedError as error:
             return str(error)
         return ""

@@ -121,6 +121,7 @@ def test_restarts_need_an_output_folder_that_all_machines_share(config: TrainCon
 
 
 def test_on_sigterm_all_processes_save_and_end(config: TrainConfig) -> None:
+    # `changed` returns the settings that differ from their defaults.
     arguments = config.with_(steps=1_000_000).changed()
     flags = [part for name, value in arguments.items() for part in (flag(name), str(value))]
     address = ray.get_runtime_context().gcs_address

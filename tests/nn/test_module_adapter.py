@@ -32,6 +32,7 @@ def net() -> Net:
     return Net()
 
 
+# Five samples of 2 channels of 4 x 4. The convolution makes 4 channels of 2 x 2: 16 features.
 X = np.random.default_rng(0).standard_normal((5, 2, 4, 4)).astype(np.float32)
 # Targets that match every layer of `Net`: `conv`, `blocks.0` and `heads.one`.
 EVERY = ["conv", "0", "one"]

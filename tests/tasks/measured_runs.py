@@ -52,7 +52,8 @@ class Run(NamedTuple):
         return adapter_config(self.config(), kind.targets, kind.formats)
 
 
-# Model, family, sizes, settings, peak (GiB), time of a step (ms).
+# Model, family, sizes, settings, peak (GiB), time of a step (ms). In the settings, {} is a
+# run without checkpointing and without streamed blocks.
 RUNS = [
     Run("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 5.13, 73),
     Run("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 6.24, 131),

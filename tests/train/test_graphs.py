@@ -86,7 +86,7 @@ def test_after_stop_passes_run_without_graphs(recordings: Recordings) -> None:
     recordings.out_of_memory = True
     with pytest.raises(OutOfMemoryError):
         graphs(ones(1), True)
-    # `stop` returns whether graphs were recorded until now.
+    # `stop` returns whether recording was on before the call.
     assert graphs.stop()
     assert graphs(ones(1), True).item() == 101.0
     assert recordings.calls == [0]

@@ -63,7 +63,7 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
         for parameter in group["params"]
     }
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=RATIO, adapter=kind)
-    # Adapters are given by component. The only component of a language model has the name "".
+    # Adapters are given by part. The only part of a language model has the name "".
     found = rates(Adapters({"": adapters_of(GOLDEN, kind)}), config)
     assert found.keys() == expected.keys()
     # peft trains all vectors, and so also the magnitudes of DoRA, at the rate of B. The paper

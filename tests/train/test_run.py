@@ -406,6 +406,7 @@ def test_a_resumed_run_keeps_settings_that_affect_results_and_plans_the_others_a
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert (written.base_precision, written.gradient_checkpointing) == ("nf4", "none")
     assert written.checkpoint_blocks is None
+    # A resumed run logs the settings that have changed, except those that do not change its result.
     assert not [line for line in lines if line.startswith("resume: gradient_checkpointing")]
 
 

@@ -36,11 +36,11 @@ def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "pos_embed.pos_embed": (1, GRID * GRID, DIM),
-        "class_embedding.weight": (3, DIM),
+        "class_embedding.weight": (SIZES["num_classes"], DIM),
     }
     linears = {
         "pos_embed.proj": (DIM, PATCH),
-        "time_embedding.linear_1": (DIM, 6),
+        "time_embedding.linear_1": (DIM, SIZES["frequency_embedding_size"]),
         "time_embedding.linear_2": (DIM, DIM),
         "norm_out.linear": (2 * DIM, DIM),
         "proj_out": (PATCH, DIM),

@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 PEFT = {"oft_block_size": 4, "target_modules": ["linear"]}
+# Without `use_cayley_neumann`, peft inverts the matrix of the Cayley transform; with it, a Neumann
+# series of `num_cayley_neumann_terms` terms replaces the inverse.
 CASES = {
     "oft": OFTConfig(**PEFT, use_cayley_neumann=False),
     "oft_series": OFTConfig(**PEFT, use_cayley_neumann=True),
@@ -53,6 +55,7 @@ def rotating_inputs(
     found |= output_and_gradient(model, x, target)
     found["grad.linear.oft_R.weight"] = triangles.grad.clone()
     with torch.no_grad():
+        # In spite of its name, this method returns OFT's rotation, not a change of the weight.
         rotation = model.linear.get_delta_weight("default")
         merged = (rotation @ model.linear.base_layer.weight.T).T
     # The convolutions have no adapter, so their merged weights are the base's.
