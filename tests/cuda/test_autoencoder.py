@@ -1,4 +1,9 @@
-"""The CUDA calls of an autoencoder and of `draw`, on the simulated device."""
+"""The CUDA calls of an autoencoder and of `draw`, on the simulated device.
+
+`cuda.run` runs code and returns the log of its calls. `run.after(name)` is the part of the log from
+`mark(name)` to the next mark. Calls of the kind "refused" are those that the simulated driver
+rejected, and `waits` are those for which the host waits.
+"""
 
 from typing import Any
 

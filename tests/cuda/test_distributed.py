@@ -1,4 +1,8 @@
-"""Calls to NCCL on simulated GPUs. The ranks are threads of one process, each with a GPU."""
+"""Calls to NCCL on simulated GPUs. The ranks are threads of one process, each with a GPU.
+
+`all_reduce_gradients` also sums its argument `tail`, such as losses and counts of a step. Calls of
+the kind "refused" in a log are those that the simulated libraries rejected.
+"""
 
 from typing import Any
 
@@ -21,6 +25,7 @@ TWO_RANKS = """
         def run(rank):
             try:
                 device = f"cuda:{rank}"
+                # 2 ranks, which have 20 seconds to join.
                 work(_core.NcclCommunicator(device, rank, 2, identifier, 20.0), device)
             except Exception as error:
                 errors[rank] = error

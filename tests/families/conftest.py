@@ -1,7 +1,7 @@
 """Tiny pipelines of flow models: golden models (`tests/golden`) with random text encoders.
 
-The transformers and autoencoders are copies from there. Pipelines have no files of T5's tokenizer,
-because the library ships it.
+The transformers and autoencoders are copies of the golden ones. Pipelines have no files of
+T5's tokenizer, because the library ships it.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Adapter files that this library writes, as diffusers, peft and ComfyUI read them.
 
 The model is a tiny SDXL. `conftest.py` has the fixtures: `unet`, `attach` (which adds an adapter of
-a kind and gives it random values) and `kind` (each kind in turn).
+a kind and gives it random values) and `kind` (each kind in turn). The kind `locon` gives some
+layers another rank or alpha; in `locon_uniform`, all layers have the same.
 
 The tests with diffusers or peft need torch, diffusers, peft, transformers and safetensors, and are
 skipped without them. The test with ComfyUI is skipped unless the environment variable COMFYUI names

@@ -176,7 +176,7 @@ def test_embedding_and_head_are_quantized_to_int8(
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None:
+def test_facts_of_a_language_model_give_its_bytes_after_quantization() -> None:
     (facts,) = tc.inspect(LLAMA).parts.values()
     in_blocks = list(facts.layers.values())
     tables = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
@@ -188,7 +188,7 @@ def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_facts_of_a_transformer_have_the_bytes_of_quantized_weights(format: str) -> None:
+def test_facts_of_a_transformer_give_its_bytes_after_quantization(format: str) -> None:
     folder = FAMILIES["flux"].folder / "transformer"
     (facts,) = tc.inspect(folder).parts.values()
     assert facts.weight_bytes("bf16") == 2 * facts.elements
@@ -201,8 +201,9 @@ def test_facts_of_a_transformer_have_the_bytes_of_quantized_weights(format: str)
 def saved_unet(folder: Path) -> SDXLUNet:
     """Save a tiny UNet with random weights in bf16 in `folder` / "model", and return it."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
-    # Only layers whose sizes are multiples of 16 keep transposed codes. The last two levels have
-    # the transformer blocks.
+    # With W8A8, linear layers multiply 8-bit codes of the weights and of the inputs. This needs
+    # sizes that are multiples of 16, as the widths 16 and 48 of the last two levels, which have the
+    # transformer blocks. Such layers also keep their codes transposed, for the gradients of inputs.
     config |= {"block_out_channels": [8, 16, 48]}
     (folder / "config.json").write_text(json.dumps(config))
     unet = SDXLUNet.from_config(folder / "config.json", "bf16")

@@ -14,9 +14,9 @@ from trainable_candle.models import FluxTransformer
 
 from .test_fp8_files import FORMS, GOLDEN, e4m3, golden_in_fp8, metadata_of, write
 
-CONFIG = GOLDEN / "config.json"
 # `FORMS` are the names of the forms in which ComfyUI's files store FP8 weights; test_fp8_files.py
 # describes them. The golden model is a small Flux transformer.
+CONFIG = GOLDEN / "config.json"
 # The dtype, the shape and the bytes of a tensor in a file.
 Entry = tuple[str, tuple[int, ...], bytes]
 

@@ -76,7 +76,8 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path, model: str, gib: int
     assert 5 < len(fitting) < len(combinations) - 5
     fastest, choice = min(fitting, key=lambda pair: pair[0])
     assert least <= fastest, choice
-    # With less rounded text encoders, not even the choice with the least memory fits.
+    # With less rounded text encoders, not even the choice with the least memory fits: the last
+    # combination offloads, streams all blocks and has its states on the host.
     smallest = {**combinations[-1], "base_precision": "nf4", "checkpoint_blocks": None}
     order = [SAME, "int8", "nf4"]
     for text in order[: order.index(texts)] if full_size.family.name != "causal-lm" else ():
@@ -112,10 +113,11 @@ def constant_seconds() -> float:
 @pytest.mark.parametrize(
     ("gib", "ratio", "samples", "effective", "expected"),
     [
-        # Memory holds 20 samples.
+        # Memory holds 20 samples, but batch sizes are powers of two.
         (20, 0.0, 1000, None, 16),
         # From `n` to `2 n` samples, the time of a sample falls from `1/n + r` to `1/(2n) + r`, a
-        # part of `1 / (2 + 2 n r)`. This is 3 % for `n r = 15.7`.
+        # part of `1 / (2 + 2 n r)`. This is 3 % for `n r = 15.7`; for less than 3 %, the batch
+        # stays at `n`.
         (1000, 1.0, 1000, None, 16),
         (1000, 4.0, 1000, None, 4),
         (1000, 20.0, 1000, None, 1),

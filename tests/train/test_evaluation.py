@@ -20,6 +20,7 @@ from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.evaluation import Previews, best_path, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
 
+# Trains, and returns the bytes of the adapter's parameters by name.
 Train = Callable[..., dict[str, bytes]]
 # Settings for a run without previews. Without prompts, `sample_every` and `sample_steps` must have
 # their defaults.
