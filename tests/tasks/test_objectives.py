@@ -146,7 +146,7 @@ def test_the_noise_of_validation_does_not_depend_on_the_seed_of_the_run(kind: st
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_steps_along_the_true_velocity_lead_to_the_data(shift: float) -> None:
-    data, noise = (rng().standard_normal(SHAPE).astype(np.float32) for _ in range(2))
+    data, noise = rng().standard_normal((2, *SHAPE)).astype(np.float32)
     stepper = FlowSampler(tc.train.FlowMatching(shift=shift).sigmas(4))
     x = stepper.init_noise(tc.tensor(noise))
     assert stepper.timesteps[0] == 1000
