@@ -164,7 +164,7 @@ VALUES: dict[str, Any] = {
 
 
 def parse(*arguments: str) -> TrainConfig:
-    return read_config(make_parser("train-lora", rare=False).parse(arguments))
+    return read_config(make_parser("train-lora", rare=False).parse(arguments))  # `rare`: for --help
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
@@ -308,7 +308,7 @@ def test_flags_of_other_tools_are_converted_or_their_errors_give_advice() -> Non
     for name in flags.split():
         own_form = name.replace("_", "-")
         with pytest.raises(ConfigError, match=f"^{own_form} .*(leave it out|give|--)"):
-            parse(name, "raw")
+            parse(name, "raw")  # any value
     config = parse("--blocks_to_swap", "8", "--ae", "ae.safetensors", "--loss_type", "l2")
     assert (config.stream_blocks, config.vae, config.loss) == (8, "ae.safetensors", "mse")
 

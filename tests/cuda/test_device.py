@@ -178,7 +178,7 @@ def test_repeated_work_neither_allocates_nor_waits(cuda: Any) -> None:
             y = (x * 2 + x).relu() @ x
             del y
     """)
-    warm = run.after("warm")
+    warm = run.after("warm")  # the calls of the simulated libraries after `mark("warm")`
     assert warm.of("grow", "alloc", "shrink") == []
     assert warm.waits == []
     # Each of the 18 steps launches `*`, `+` and `relu`. `@` is a call of cuBLAS.

@@ -1,6 +1,7 @@
 """On a GPU, a probe finds how much host memory the driver pins, and frees all of it for the run.
 
-The probe, `cuda_pinnable_bytes`, pins at most the wanted number of bytes; it returns the number.
+The probe, `cuda_pinnable_bytes`, pins at most the wanted number of bytes; it returns how many it
+could pin.
 """
 
 import os

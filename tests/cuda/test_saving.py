@@ -66,8 +66,10 @@ def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     assert all(len(run.after(name).of("synchronize")) == 1 for name in sizes)
 
 
-# The ring has four buffers of 8 MiB. The tensors fill one buffer, parts of two, all and part of a
-# fifth, and the ring more than twice. They have 3 bytes less, so that the last part is not aligned.
+# The ring has four buffers of 8 MiB, which a large copy uses one after another, again and again.
+# 8 MiB fill one buffer, and 9 MiB need a second one. 33 MiB need all four and one of them again,
+# and 75 MiB fill the ring more than twice. Each tensor has 3 bytes less, so that its end is not
+# aligned.
 @pytest.mark.parametrize("mib", [8, 9, 33, 75])
 def test_large_tensors_pass_through_the_ring_of_pinned_buffers_unchanged(
     cuda: Any, mib: int

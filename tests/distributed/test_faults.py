@@ -1,4 +1,4 @@
-"""If one process fails, the other one ends too and says why; the checkpoints remain."""
+"""If one of a run's processes fails, the other ends too and says why; the checkpoints remain."""
 
 import os
 import signal

@@ -49,7 +49,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of eight chats: to each of four words, twice, the answer is the word reversed."""
+    """A file of eight chats: four questions of one word, each twice; answers reverse the word."""
     path = tmp_path_factory.mktemp("chats") / "train.jsonl"
     examples = [
         {
@@ -392,7 +392,8 @@ def test_checkpointing_does_not_change_the_trained_parameters(
 def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    # The batch of each step has all eight examples, so the losses of the steps can be compared.
+    # A row of a batch packs as many examples as fit into 256 tokens. So the batch of each step has
+    # all eight examples, and the losses of the steps can be compared.
     given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     losses = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]

@@ -75,6 +75,7 @@ def test_peft_and_transformers_compute_the_same_losses(
     task.load_adapter(tmp_path / "run" / "peft", 1.0)
     options = TextOptions(sequence_length=128)
     data, _ = load_texts(dataset, task.family.tokenizer, options)
+    # `print` gets the lines for users.
     ours = PreparedTexts(task.family, data, task.without_adapter, print)
     adapted_loss = ours.validation_loss()
     with task.without_adapter():

@@ -49,7 +49,8 @@ def test_conversion_for_the_model_and_back_keeps_grey_levels() -> None:
 def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Path) -> None:
     config = TrainConfig(dataset=str(digits_folder), timesteps="logit_normal", seed=4)
     task = Digits(digits_base, "f32", "cpu", config).task()
-    prepared = task.prepare(task.read(print), print).train
+    split = task.read(print)  # `print` gets the lines for users
+    prepared = task.prepare(split, print).train
     assert len(prepared) == 10
     batch = prepared.batches(2).batch(1)
     loss = prepared.loss(prepared.inputs(batch)).item()
@@ -60,6 +61,7 @@ def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Pat
     sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(images), [2, 3], 4)
     sigma = sigmas.numpy()[:, None, None, None]
     noise = (sample.numpy() - (1 - sigma) * images) / sigma
+    # The model reads sigma * 1000 (FLOW_TIMES) as its timestep.
     velocity = task.family.model(sample, sigmas * FLOW_TIMES, tc.tensor(digits)).numpy()
     assert loss == pytest.approx(np.mean((velocity - (noise - images)) ** 2), rel=1e-4)
 

@@ -57,7 +57,10 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_a_file_of_kohyas_scripts_for_sdxl_is_saved_unchanged(dtype: str, tmp_path: Path) -> None:
-    """Only the alphas, which the scripts write in the dtype of the factors, are always f32."""
+    """Only the dtype of the alphas changes.
+
+    The scripts write alphas in the dtype of the factors, this library always in f32.
+    """
     folder = GOLDEN / "sdxl"
     models = [tc.models.load(folder, subfolder="unet", dtype="f32")]
     models += [tc.models.load(folder, subfolder=name, dtype="f32") for name in KOHYA_TEXT]
@@ -73,6 +76,7 @@ def test_a_file_of_kohyas_scripts_for_sdxl_is_saved_unchanged(dtype: str, tmp_pa
     path, again = tmp_path / "kohya.safetensors", tmp_path / "again.safetensors"
     tc.save_file(tensors, path)
     adapters = [model.load_adapter(path) for model in models]
+    # The result is a list of the layers whose adapter has no effect.
     assert tc.save_adapters(again, adapters, format="kohya", dtype=dtype) == []
     found, expected = contents(again), contents(path)
     alphas = {f"{m}.alpha" for modules in (KOHYA_UNET, *KOHYA_TEXT.values()) for m in modules}

@@ -10,6 +10,7 @@ from trainable_candle.nn import functional
 
 X = tc.ones(2, 2)
 ROW = tc.ones(2, 1, 2)  # (tokens, heads, width of a head)
+BOUNDS = tc.tensor([0, 2])  # of the sequences in ROW: one sequence, tokens 0 and 1
 
 
 def parameter() -> tc.Var:
@@ -50,7 +51,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     ),
     "varlen_attention: scale": (
         "a number or None",
-        lambda n: functional.varlen_attention(ROW, ROW, ROW, tc.tensor([0, 2]), scale=n),
+        lambda n: functional.varlen_attention(ROW, ROW, ROW, BOUNDS, scale=n),
     ),
     "huber_loss: delta": ("a number", lambda n: functional.huber_loss(X, X, delta=n)),
     "clamp: max": ("a number or None", lambda n: X.clamp(max=n)),

@@ -116,18 +116,18 @@ def test_operations_of_a_forward_pass_are_counted(
 
 def test_more_work_makes_a_step_longer(tmp_path: Path) -> None:
     plain = work(tmp_path, "Flux.1-dev", JOINT, FLUX, {})
-    # A share of the forward pass, a number of quantized weights, and three numbers of bytes.
     longer = [
-        replace(plain, recomputed=0.5),
-        replace(plain, decoded=1e10),
-        replace(plain, streamed=2e10),
-        replace(plain, modulation=2e10),
-        replace(plain, kept=2 * plain.kept),
+        replace(plain, recomputed=0.5),  # the share of the forward pass that is repeated
+        replace(plain, decoded=1e10),  # the number of quantized weights
+        replace(plain, streamed=2e10),  # bytes of the streamed weights of blocks
+        replace(plain, modulation=2e10),  # bytes of the streamed modulation weights
+        replace(plain, kept=2 * plain.kept),  # bytes kept for the backward pass
     ]
     for rates in GPUS.values():
         assert all(seconds(more, rates) > seconds(plain, rates) for more in longer)
     # If the copies take longer than the computation, they determine the time of a step.
-    # Here 1e12 bytes are copied twice, at the 25e9 bytes/s between this GPU and the host.
+    # Here 1e12 bytes are copied twice (for the forward and for the backward pass), at the
+    # 25e9 bytes/s between this GPU and the host.
     copying = seconds(replace(plain, streamed=1e12), GPUS["RTX 4090"])
     assert copying == pytest.approx(2e12 / 25e9, rel=0.01)
 

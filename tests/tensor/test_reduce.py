@@ -77,7 +77,7 @@ def test_accuracy_can_be_written_as_in_torch():
     assert_close((logits.argmax(1) == labels).float().mean(), 2 / 3)
 
 
-def test_equal_maxima_share_the_gradient_or_along_a_dimension_the_first_gets_it():
+def test_max_divides_its_gradient_among_equal_maxima_but_with_a_dim_gives_it_to_the_first():
     for reduce, expected in ((lambda x: x.max(), [0, 0.5, 0.5]), (lambda x: x.max(0), [0, 1, 0])):
         x = tc.Var([1.0, 2.0, 2.0])
         reduce(x).backward()

@@ -68,6 +68,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
         # These two settings need a GPU, but with these values they stream nothing on any device.
         {"device": "cpu", "stream_blocks": 0, "stream_modulation": False},
         {"caption_separator": "|", "trigger": "sks"},
+        # The YAML file lists folders, which may have triggers of their own.
         {"caption_separator": "|", "dataset": "list.yaml"},
         {"caption_variants": 0, "caption_tag_dropout": 0.1},
         {"huber_delta": 0.5, "loss": "smooth_l1"},

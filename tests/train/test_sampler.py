@@ -75,7 +75,7 @@ def test_wrong_arguments_of_samplers_and_of_guidance_are_rejected() -> None:
         Sampler(schedule, 0)
     # A step of DPM-Solver++ uses the model's output of the step before.
     sampler = Sampler(schedule, 4, "dpmpp_2m")
-    sampler.step(x, 0, x)
+    sampler.step(x, 0, x)  # the model's output, the number of the step, the sample
     with pytest.raises(ArgumentError, match="found step 2, expected step 1"):
         sampler.step(x, 2, x)
     with pytest.raises(ArgumentError, match="expected the same names"):
