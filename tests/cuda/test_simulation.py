@@ -153,6 +153,7 @@ def test_products_with_wrong_sizes_are_rejected(cuda: Any) -> None:
     assert product(513, 512, 512) == 7  # columns overlap
     assert product(512, 513, 512) == 13  # beyond the end
     """)  # fmt: skip
+    # Only the first call is logged as a product: the others were rejected.
     (product,) = run.of("product")
     assert [product[name] for name in ("m", "n", "k", "beta")] == ["512", "512", "512", "1"]
 

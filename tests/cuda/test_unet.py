@@ -76,10 +76,10 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
     # The forward pass copies the input and the output, whose channels come first, and both feature
-    # maps of each join. The backward pass copies at most ten gradients: the output's, and those of
-    # feature maps, which are slices of a join's gradient. Six are of the up path, three of the down
-    # path, whose three maps before the first adapter need no gradient. Nothing is copied for
-    # attention, biases or conversions of dtypes.
+    # maps of each join. The backward pass copies at most ten gradients: that of the output, and
+    # slices of the six joins' gradients. The slices for the up path are six. Those for the down
+    # path are only three, because the other three feature maps come before the first adapter and
+    # need no gradient. Nothing is copied for attention, biases or conversions of dtypes.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward

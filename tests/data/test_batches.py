@@ -97,10 +97,13 @@ def test_with_half_a_repeat_an_epoch_has_half_of_the_items() -> None:
 
 def test_batches_with_groups_and_repeats_do_not_depend_on_earlier_calls() -> None:
     repeats = [1.0, 2.0, 0.25, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0, 0.1]
-    forwards = ShuffledBatches(11, 3, 9, GROUPS, repeats)
+    forwards = ShuffledBatches(11, 3, seed=9, groups=GROUPS, repeats=repeats)
     expected = [forwards.batch(index).tolist() for index in range(60)]
     for index in (59, 3, 30, 0):
-        assert ShuffledBatches(11, 3, 9, GROUPS, repeats).batch(index).tolist() == expected[index]
+        assert (
+            ShuffledBatches(11, 3, seed=9, groups=GROUPS, repeats=repeats).batch(index).tolist()
+            == expected[index]
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,4 +113,4 @@ def test_batches_with_groups_and_repeats_do_not_depend_on_earlier_calls() -> Non
 )
 def test_impossible_groups_and_repeats_are_rejected(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="batches: 2 items with"):
-        ShuffledBatches(2, 1, 0, **more)
+        ShuffledBatches(2, 1, seed=0, **more)

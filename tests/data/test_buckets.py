@@ -108,6 +108,7 @@ def test_crops_are_taken_from_the_scaled_image() -> None:
     ramp = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
     fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
+    # `corner` gives the left and the top of the centred crop.
     crop = np.asarray(fit.cut(Image.fromarray(ramp), *fit.corner()))
     assert crop.shape == (48, 80)
     # The crop leaves out 8 of 96 columns on each side. The centre of column n is at n + 0.5.

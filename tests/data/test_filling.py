@@ -110,7 +110,8 @@ def test_memory_does_not_grow_with_the_number_of_images(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", write_and_count)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # At any time, memory holds only the images that are decoded ahead and the images of one batch.
+    # At any time, memory holds only the images that are decoded ahead, the image that is passed on,
+    # and the images of one batch.
     assert data.decoded.most <= AHEAD + batch_size + 1
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.

@@ -71,6 +71,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
         texts = [text + added for text, added in zip(texts, new, strict=True)]
         found = model.extend(cache, new)
         if not new[1]:
+            # `extend` returns scores only of the texts that got tokens: here, of the first text.
             assert found.shape == (1, model.vocab_size)
             np.testing.assert_allclose(found.numpy()[0], scores(model, texts[0]), rtol=0, atol=1e-5)
             # The next step compares the scores of both texts, so each text gets another token.
@@ -83,6 +84,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
 def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -> None:
     model, _ = switched("mistral", tmp_path)
     rng = np.random.default_rng(0)
+    # New buffers have room for at least 64 more tokens. These 300 tokens need larger ones.
     text = rng.integers(0, model.vocab_size, 300).tolist()
     cache = tc.models.KVCache(texts=1)
     model.extend(cache, [text[:5]])

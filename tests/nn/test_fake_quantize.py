@@ -19,7 +19,7 @@ RANK, ALPHA = 4, 8.0
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """Return a matrix of fixed values. The golden file is made from that of 6 x 64."""
+    """Return a matrix of fixed values. The golden file is made from `matrix(6, 64)`."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)

@@ -37,6 +37,8 @@ def test_recomputing_more_blocks_takes_less_memory_and_more_time(
         return predicted(tmp_path, run)
 
     blocks = facts_of(tmp_path, model).blocks_to_checkpoint
+    # Without a number of blocks, `selective` applies to all, and no whole block is recomputed. With
+    # a number, `policy` applies to this many blocks, and `selective` to the others.
     none = peak_and_seconds(gradient_checkpointing="selective")
     by_count = [
         peak_and_seconds(gradient_checkpointing=policy, checkpoint_blocks=count)

@@ -78,6 +78,8 @@ def test_a_checkpoint_copies_the_adapter_and_the_states_that_the_estimate_counts
     config: TrainConfig, optimizer: str
 ) -> None:
     """The copies are in host memory. On the CPU they take the place of a step's activations."""
+    # AdamW8bit quantizes the moments of variables of at least 4096 elements. With this rank, all
+    # variables have as many.
     config = config.with_(optimizer=optimizer, rank=512, steps=5)
     train_adapter(config, progress=False, report=lambda _: None)
     folder, items = checkpoint_path(Path(config.output), 5), estimated(config)
@@ -88,5 +90,6 @@ def test_a_checkpoint_copies_the_adapter_and_the_states_that_the_estimate_counts
     # The names of a variable's states begin with its number. Other tensors, such as the number of
     # steps, are in host memory.
     of_variables = [tensor.nbytes for name, tensor in states.items() if name[0].isdecimal()]
+    # AdamW has two moments for each variable; AdamW8bit has codes and scales of each moment.
     assert len(of_variables) == (2 if optimizer == "adamw" else 4) * len(parameters)
     assert sum(of_variables) == items["optimizer"]

@@ -39,6 +39,7 @@ def test_noise_target_and_weight_are_those_of_diffusers(
     noised = objective.noise_at(golden["x0"], golden["noise"], golden["timesteps"])
     np.testing.assert_allclose(noised.sample.numpy(), golden["ddpm_noised"].numpy(), atol=1e-6)
     np.testing.assert_allclose(noised.target.numpy(), golden[target].numpy(), atol=1e-6)
+    # The squared error is 1 everywhere, so the loss is the mean of the weights.
     loss = objective.loss(noised.target + 1.0, noised)
     expected = golden[weight].numpy()[golden["timesteps"].numpy()].mean()
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -190,5 +191,6 @@ def test_schedules_are_read_and_wrong_schedules_and_losses_are_rejected(tmp_path
         NoiseSchedule("cosine")
     with pytest.raises(ArgumentError, match="v_prediction"):
         DiffusionObjective(NoiseSchedule(rescale_betas_zero_snr=True))
+    # The message lists the known losses, such as smooth_l1.
     with pytest.raises(ArgumentError, match="smooth_l1"):
         DiffusionObjective(NoiseSchedule(), loss="l2")

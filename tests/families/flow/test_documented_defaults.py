@@ -132,6 +132,7 @@ def test_the_guides_have_the_values(name: str) -> None:
     assert "learning rate of image models is 1e-4, and that of Qwen-Image 5e-5" in words_of(
         "training"
     )
+    # The limit of the norm of gradients.
     assert "(default: 1; sd3: 0.1)" in words_of("settings")
 
 
@@ -165,6 +166,7 @@ def test_a_run_with_weights_and_images_has_the_documented_values(
     assert layers <= described
     left_out = described - layers
     if name == "qwen-image":
+        # The guide says this of the last block, which in the tiny model is block 1.
         assert len(left_out) == 4
         assert all(re.fullmatch(r"transformer_blocks\.1\..*(add_|txt_).*", x) for x in left_out)
     else:

@@ -96,7 +96,7 @@ FAMILIES = {
         "zimage",
         ZImageTransformer,
         (*UNPOOLED, "lengths"),
-        "layers.0.attention.to_q",
+        layer="layers.0.attention.to_q",
     ),
     "flux2": Family(
         "flux2",
