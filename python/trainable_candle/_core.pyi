@@ -206,7 +206,7 @@ class Adapter:
         bias: Tensor | None,
         rank: SupportsIndex,
         alpha: SupportsFloat | SupportsIndex,
-        dropout: SupportsFloat | SupportsIndex = ...,
+        dropout: SupportsFloat | SupportsIndex = 0.0,
         rslora: bool = False,
         qat: str | None = None,
         qat_activations: bool = False,
@@ -413,7 +413,7 @@ class AdapterSet:
         /,
         path: str | bytes | PathLike[str] | PathLike[bytes],
         format: str | None = None,
-        metadata: dict[str, str] | None = ...,
+        metadata: dict[str, str] | None = None,
         dtype: DType | str | None = None,
     ) -> list[str]:
         """
@@ -722,11 +722,11 @@ class CausalLM(Model):
         prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
         *,
         max_new_tokens: SupportsIndex = 128,
-        temperature: SupportsFloat | SupportsIndex = ...,
+        temperature: SupportsFloat | SupportsIndex = 0.0,
         top_k: SupportsIndex = 0,
-        top_p: SupportsFloat | SupportsIndex = ...,
-        min_p: SupportsFloat | SupportsIndex = ...,
-        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        top_p: SupportsFloat | SupportsIndex = 1.0,
+        min_p: SupportsFloat | SupportsIndex = 0.0,
+        repetition_penalty: SupportsFloat | SupportsIndex = 1.0,
         stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
         seed: SupportsIndex = 0,
     ) -> list[list[int]]:
@@ -883,7 +883,7 @@ class CausalLM(Model):
         self,
         /,
         input_ids: Tensor,
-        words: SupportsIndex,
+        text_tokens: SupportsIndex,
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
@@ -892,8 +892,8 @@ class CausalLM(Model):
 
         Args:
             input_ids: token ids, (N,), i64 or u32.
-            words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; all
-                later tokens are padding.
+            text_tokens: the number of tokens of the text, 1 to N. The first `text_tokens` tokens of `input_ids` are the
+                text; all later tokens are padding.
             layers: the numbers of the states to return, as in `hidden_states`.
 
         Returns:
@@ -902,8 +902,8 @@ class CausalLM(Model):
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if `words` is not from 1 to N, or if a number in `layers` is negative or exceeds the number
-                of layers that were loaded.
+            ArgumentError: if `text_tokens` is not from 1 to N, or if a number in `layers` is negative or exceeds the
+                number of layers that were loaded.
         """
     def stream(
         self,
@@ -911,11 +911,11 @@ class CausalLM(Model):
         prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
         *,
         max_new_tokens: SupportsIndex = 128,
-        temperature: SupportsFloat | SupportsIndex = ...,
+        temperature: SupportsFloat | SupportsIndex = 0.0,
         top_k: SupportsIndex = 0,
-        top_p: SupportsFloat | SupportsIndex = ...,
-        min_p: SupportsFloat | SupportsIndex = ...,
-        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        top_p: SupportsFloat | SupportsIndex = 1.0,
+        min_p: SupportsFloat | SupportsIndex = 0.0,
+        repetition_penalty: SupportsFloat | SupportsIndex = 1.0,
         stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
         seed: SupportsIndex = 0,
     ) -> Generation:
@@ -1084,15 +1084,15 @@ class DiffusionObjective:
         min_timestep: the first timestep that may be drawn.
         max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
             schedule.
-        min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
-            min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
-            SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
+        min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is min(SNR,
+            gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities. SNR is
+            the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
         noise_offset: the standard deviation of additional noise that has one value for each channel of each example. 0
             adds none; up to about 0.1 is usual.
-        multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
-            the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
-            added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
-            levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
+        multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal
+            noise of the size of the latents. Each further level has a lower resolution and is enlarged to that size.
+            All levels are added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over
+            the example. 0 adds no levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
         multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
             above 0 and below 1.
         loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
@@ -1105,8 +1105,8 @@ class DiffusionObjective:
         device: the device of the latents.
 
     Raises:
-        ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
-            pure noise may be drawn.
+        ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep
+            of pure noise may be drawn.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     """
     def __new__(
@@ -1115,17 +1115,17 @@ class DiffusionObjective:
         schedule: NoiseSchedule,
         *,
         timesteps: str = "uniform",
-        logit_mean: SupportsFloat | SupportsIndex = ...,
-        logit_std: SupportsFloat | SupportsIndex = ...,
-        shift: SupportsFloat | SupportsIndex = ...,
+        logit_mean: SupportsFloat | SupportsIndex = 0.0,
+        logit_std: SupportsFloat | SupportsIndex = 1.0,
+        shift: SupportsFloat | SupportsIndex = 1.0,
         min_timestep: SupportsIndex = 0,
         max_timestep: SupportsIndex | None = None,
-        min_snr_gamma: SupportsFloat | SupportsIndex | None = ...,
-        noise_offset: SupportsFloat | SupportsIndex = ...,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
+        noise_offset: SupportsFloat | SupportsIndex = 0.0,
         multires_noise_iterations: SupportsIndex = 0,
-        multires_noise_discount: SupportsFloat | SupportsIndex = ...,
+        multires_noise_discount: SupportsFloat | SupportsIndex = 0.3,
         loss: str = "mse",
-        huber_delta: SupportsFloat | SupportsIndex = ...,
+        huber_delta: SupportsFloat | SupportsIndex = 0.1,
         huber_schedule: str = "constant",
         device: str = "cpu",
     ) -> DiffusionObjective: ...
@@ -1169,9 +1169,9 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each example's sample, counted from 0 through the whole training run. If given, an
-                example's noise and timestep depend only on this number and `seed`, and the library's generator does not
-                advance. By default, the library's generator gives noise and timesteps.
+            samples: the sample number of each example; a training run numbers its samples from 0. If given, an
+                example's noise and timestep depend only on its sample number and `seed`, and the library's generator
+                does not advance. By default, noise and timesteps come from the library's generator.
             seed: the seed of the run; it has an effect only with `samples`.
 
         Raises:
@@ -1179,7 +1179,7 @@ class DiffusionObjective:
                 if `samples` does not have one number for each example.
             DTypeError: if the latents are not floating point.
             DeviceError: if the latents are on another device than the objective.
-            ArgumentError: if `seed` or a number is outside the range 0 to 2**64 - 1.
+            ArgumentError: if `seed` or a sample number is outside the range 0 to 2**64 - 1.
         """
     def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """
@@ -1218,7 +1218,8 @@ class DiffusionObjective:
                 each example of the batch.
             DTypeError: if the latents are not floating point.
             DeviceError: if the latents are on another device than the objective.
-            ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number outside 0 to 2**32 - 1.
+            ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number in `examples` is outside the range
+                0 to 2**32 - 1.
         """
 
 @final
@@ -1310,7 +1311,11 @@ class EMA:
     def __enter__(self, /) -> EMA: ...
     def __exit__(self, /, *exception: object) -> None: ...
     def __new__(
-        cls, /, adapter: AdapterSet, decay: SupportsFloat | SupportsIndex = ..., warmup: bool = True
+        cls,
+        /,
+        adapter: AdapterSet,
+        decay: SupportsFloat | SupportsIndex = 0.999,
+        warmup: bool = True,
     ) -> EMA: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1357,10 +1362,10 @@ class EMA:
         """
     def update(self, /) -> None:
         """
-        Set each average to decay · average + (1 - decay) · parameter.
+        Set each average to d · average + (1 - d) · parameter, where d is the property `decay` before the call.
 
         Raises:
-            ArgumentError: if the averages replace the parameters.
+            ArgumentError: if the averages replace the parameters, as inside `with ema:`.
             DeviceError: if a captured function updates twice.
         """
     @property
@@ -1392,7 +1397,7 @@ class FlowMatching:
         ArgumentError: if the distribution is unknown, or the shift is not a finite number above 0.
     """
     def __new__(
-        cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = ...
+        cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = 1.0
     ) -> FlowMatching: ...
     def euler_step(
         self,
@@ -1613,9 +1618,9 @@ class GradScaler:
     def __new__(
         cls,
         /,
-        init_scale: SupportsFloat | SupportsIndex = ...,
-        growth_factor: SupportsFloat | SupportsIndex = ...,
-        backoff_factor: SupportsFloat | SupportsIndex = ...,
+        init_scale: SupportsFloat | SupportsIndex = 65536.0,
+        growth_factor: SupportsFloat | SupportsIndex = 2.0,
+        backoff_factor: SupportsFloat | SupportsIndex = 0.5,
         growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
@@ -1772,14 +1777,14 @@ class LoraConfig:
         cls,
         /,
         r: SupportsIndex = 8,
-        lora_alpha: SupportsFloat | SupportsIndex = ...,
+        lora_alpha: SupportsFloat | SupportsIndex = 8.0,
         target_modules: str | Sequence[str] | None = None,
         exclude_modules: str | Sequence[str] | None = None,
-        lora_dropout: SupportsFloat | SupportsIndex = ...,
+        lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
-        alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = ...,
+        alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
         adapter: str = "lora",
         wd_on_output: bool = True,
         decompose_both: bool = False,
@@ -1957,7 +1962,7 @@ class Model:
         self,
         /,
         path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = ...,
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> TrainingAdapter:
         """
         Put the frozen LoRA of a file on the model, in addition to the adapter that is trained, and multiply the frozen
@@ -2096,7 +2101,7 @@ class Model:
         self,
         /,
         path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = ...,
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> AdapterSet:
         """
         Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of
@@ -2246,8 +2251,8 @@ class NcclCommunicator:
         Wait until all work queued on the GPU is done.
 
         Raises:
-            DeviceError: inside a captured function. Also if waiting takes longer than `seconds`, if `stop` was called, or
-                if NCCL or a kernel fails; then the communicator cannot be used afterwards.
+            DeviceError: inside a captured function. Also if waiting takes longer than `seconds`, if `stop` was called,
+                or if NCCL or a kernel fails; then the communicator cannot be used afterwards.
             ArgumentError: if `seconds` is negative, NaN or at least 2**64.
         """
 
@@ -2285,8 +2290,8 @@ class NoiseSchedule:
         cls,
         /,
         beta_schedule: str = "scaled_linear",
-        beta_start: SupportsFloat | SupportsIndex = ...,
-        beta_end: SupportsFloat | SupportsIndex = ...,
+        beta_start: SupportsFloat | SupportsIndex = 0.00085,
+        beta_end: SupportsFloat | SupportsIndex = 0.012,
         num_train_timesteps: SupportsIndex = 1000,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
@@ -2481,9 +2486,9 @@ class Optimizer:
         Update every variable that has a gradient. The gradients are kept until `zero_grad`.
 
         Args:
-            if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is infinite
-                or NaN, nothing changes and no step is counted. A CUDA device decides this by itself; the host does not
-                wait.
+            if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is
+                infinite or NaN, nothing changes and no step is counted. A CUDA device decides this by itself; the host
+                does not wait.
 
         Raises:
             ShapeError: if `if_finite` does not have exactly one element.
@@ -2529,8 +2534,8 @@ class PartFacts:
     @property
     def can_be_quantized(self, /) -> bool:
         """
-        Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. Those
-        layers stay quantized without `quantize`; `quantize` would round their values a second time.
+        Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. The
+        quantized layers of a GGUF file stay so without `quantize`, which would round their values a second time.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
@@ -2888,9 +2893,10 @@ class SDXLUNet(Model):
     one.
 
     ```python
+    # The tiny SDXL in the package: 128 text features instead of 2048, 64 pooled ones instead of 1280.
     unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
     text, pooled = tc.randn(1, 77, 128), tc.randn(1, 64)
-    sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])
+    sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])  # an image of 128 x 128 pixels, not cropped
     noise = unet(tc.randn(1, 4, 16, 16), 500, text, text_embeds=pooled, time_ids=sizes)
     assert noise.shape == (1, 4, 16, 16)
     ```
@@ -3006,8 +3012,8 @@ class Sampler:
 @final
 class Schedule:
     """
-    A learning-rate schedule with warm-up, as in transformers: the factor by which the initial learning rate is
-    multiplied in each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
+    A learning-rate schedule with warm-up, as in transformers: the factor that multiplies the initial learning rate in
+    each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
     `kind` determines it.
 
     Args:
@@ -3029,9 +3035,9 @@ class Schedule:
         warmup_steps: SupportsIndex = 0,
         total_steps: SupportsIndex = 0,
         *,
-        num_cycles: SupportsFloat | SupportsIndex = ...,
-        end: SupportsFloat | SupportsIndex = ...,
-        power: SupportsFloat | SupportsIndex = ...,
+        num_cycles: SupportsFloat | SupportsIndex = 0.5,
+        end: SupportsFloat | SupportsIndex = 0.0,
+        power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
     def factor(self, /, step: SupportsIndex) -> float:
         """
@@ -3174,7 +3180,7 @@ class Tensor(ComposedMethods):
     def __radd__(self, other: object, /) -> Tensor: ...
     def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
         """
-        Return the values for a pickle or a copy, and the function that makes a tensor of them. A variable becomes a
+        Return the function and the arguments from which `pickle` or `copy` makes the tensor again. A variable becomes a
         variable without a gradient; any other tensor becomes a constant.
         """
     def __repr__(self, /) -> str: ...
@@ -3231,8 +3237,8 @@ class Tensor(ComposedMethods):
         """
     def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
-        Split the tensor along `dim` into views. Each view has the size ceil(size / `chunks`) along `dim`, where size is
-        that of this tensor. As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
+        Split the tensor along `dim` into views. If this tensor has the size n along `dim`, each view has the size
+        ceil(n / `chunks`). As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
 
         Raises:
             ArgumentError: if `chunks` is less than 1.
@@ -3241,8 +3247,8 @@ class Tensor(ComposedMethods):
     def clamp(
         self,
         /,
-        min: SupportsFloat | SupportsIndex | None = ...,
-        max: SupportsFloat | SupportsIndex | None = ...,
+        min: SupportsFloat | SupportsIndex | None = None,
+        max: SupportsFloat | SupportsIndex | None = None,
     ) -> Tensor:
         """
         Limit each element to [min, max]; None means no limit. The gradient of elements outside of this range is 0.
@@ -3346,8 +3352,8 @@ class Tensor(ComposedMethods):
         Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) to each element x.
 
         Args:
-            approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
-                error function; "tanh" for the approximation of x * Phi(x) with tanh.
+            approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with
+                the error function; "tanh" for the approximation of x * Phi(x) with tanh.
 
         Raises:
             ArgumentError: if `approximate` has another value.
@@ -3432,8 +3438,8 @@ class Tensor(ComposedMethods):
         """
         Return the matrix product (..., m, k) x (..., k, n) -> (..., m, n).
 
-        Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
-        right as (k, 1), and the result does not have the added dimension of size 1.
+        Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on
+        the right as (k, 1), and the result does not have the added dimension of size 1.
 
         Raises:
             ShapeError: if an operand has no dimensions, the sizes k differ, or the batch dimensions do not broadcast.
@@ -3613,11 +3619,12 @@ class Tensor(ComposedMethods):
         contiguous, and a copy otherwise.
 
         Args:
-            shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
+            shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of
+                elements.
 
         Raises:
-            ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other than
-                one -1.
+            ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other
+                than one -1.
         """
     @property
     def shape(self, /) -> tuple[int, ...]:
@@ -3663,8 +3670,8 @@ class Tensor(ComposedMethods):
         Split the tensor along `dim` into views.
 
         Args:
-            split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with the
-                size of each view.
+            split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with
+                the size of each view.
             dim: the dimension.
 
         Raises:
@@ -3688,7 +3695,7 @@ class Tensor(ComposedMethods):
         """
     def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
-        Remove the dimensions of size 1. If `dim` is given, remove only those among the dimensions `dim`.
+        Remove the dimensions of size 1. If `dim` is given, remove only those of the dimensions in `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -3703,7 +3710,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        Return the sum. The sum of an integer tensor or a mask is in i64.
+        Return the sum. The sum of an integer tensor, such as a mask, is in i64.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3774,7 +3781,7 @@ class Tensor(ComposedMethods):
         dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
-        correction: SupportsFloat | SupportsIndex = ...,
+        correction: SupportsFloat | SupportsIndex = 1.0,
         unbiased: bool | None = None,
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
@@ -3796,7 +3803,7 @@ class Tensor(ComposedMethods):
         """
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        Return the same as `reshape`; torch has both names. So the result may be a copy.
+        Another name of `reshape`, as in torch. Unlike in torch, the result may be a copy.
         """
 
 @final
@@ -3913,7 +3920,7 @@ class Var(VarMethods, Tensor):
             ShapeError, DTypeError, DeviceError: on assignment, if the tensor differs from the variable in shape, dtype
                 or device.
             OutOfMemoryError: if a copy of the gradient does not fit in memory. Reading makes a copy only if the
-                gradient is in an adapter's flat buffer.
+                gradient is in a flat buffer, which holds the gradients of several adapter parameters together.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
@@ -3987,7 +3994,7 @@ def add_layer_norm(
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """
     Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its
@@ -4134,7 +4141,7 @@ def classifier_free_guidance(
 def clip_grad_norm_(
     parameters: Iterable[Var] | Mapping[str, Var],
     max_norm: SupportsFloat | SupportsIndex,
-    norm_type: SupportsFloat | SupportsIndex = ...,
+    norm_type: SupportsFloat | SupportsIndex = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """
@@ -4215,7 +4222,7 @@ def cross_entropy(
     *,
     ignore_index: SupportsIndex = -100,
     reduction: str = "mean",
-    label_smoothing: SupportsFloat | SupportsIndex = ...,
+    label_smoothing: SupportsFloat | SupportsIndex = 0.0,
 ) -> Tensor:
     """
     Compute the cross-entropy of logits and class ids. Unlike in torch, the classes are always the last dimension of the
@@ -4398,7 +4405,7 @@ def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
         The exceptions of the function.
     """
 
-def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: bool = True) -> Tensor:
+def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: bool = True) -> Tensor:
     """
     Zero each element with probability `p` and multiply the other elements by 1 / (1 - p) (Srivastava et al. 2014).
 
@@ -4666,9 +4673,9 @@ def grad(
 def gradcheck(
     function: Callable[..., Any],
     inputs: Tensor | Sequence[Tensor],
-    eps: SupportsFloat | SupportsIndex = ...,
-    atol: SupportsFloat | SupportsIndex = ...,
-    rtol: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-6,
+    atol: SupportsFloat | SupportsIndex = 1e-5,
+    rtol: SupportsFloat | SupportsIndex = 1e-3,
 ) -> bool:
     """
     Check the gradient of `function` at `inputs` against central differences in f64:
@@ -4710,7 +4717,7 @@ def group_norm(
     num_groups: SupportsIndex,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -4739,7 +4746,7 @@ def group_norm_silu(
     num_groups: SupportsIndex,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -4767,7 +4774,7 @@ def huber_loss(
     input: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    delta: SupportsFloat | SupportsIndex = ...,
+    delta: SupportsFloat | SupportsIndex = 1.0,
 ) -> Tensor:
     """
     Compute the Huber loss (Huber 1964) of the differences d = input - target: d² / 2 if |d| <= delta, otherwise
@@ -4869,7 +4876,7 @@ def layer_norm(
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
 ) -> Tensor:
     """
     Apply layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
@@ -5076,7 +5083,7 @@ def memory_machine() -> str | None:
     """
 
 def modulated_layer_norm(
-    input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
+    input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = 1e-6
 ) -> Tensor:
     """
     Compute layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the
@@ -5214,7 +5221,7 @@ def prepare_adapters(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
     format: str | None = None,
-    metadata: dict[str, str] | None = ...,
+    metadata: dict[str, str] | None = None,
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
@@ -5340,7 +5347,7 @@ def rms_norm(
     input: Tensor,
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
     """
     Apply root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
@@ -5367,7 +5374,7 @@ def rms_norm_rope(
     cos: Tensor,
     sin: Tensor,
     interleaved: bool = False,
-    eps: SupportsFloat | SupportsIndex = ...,
+    eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
     """
     Compute `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of
@@ -5421,7 +5428,7 @@ def save_adapters(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
     format: str | None = None,
-    metadata: dict[str, str] | None = ...,
+    metadata: dict[str, str] | None = None,
     dtype: DType | str | None = None,
 ) -> list[str]:
     """
@@ -5456,7 +5463,7 @@ def save_checkpoint(
     models: dict[str, Model],
     base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     dtype: DType | str | None = None,
-    quantize: dict[str, str] | None = ...,
+    quantize: dict[str, str] | None = None,
 ) -> None:
     """
     Write models to one file, with the tensor names of the original checkpoint. ComfyUI and other tools read such files.
@@ -5489,8 +5496,8 @@ def save_checkpoint(
 def save_file(
     tensors: dict[str, Tensor],
     path: str | bytes | PathLike[str] | PathLike[bytes],
-    metadata: dict[str, str] | None = ...,
-    codes: dict[str, str] | None = ...,
+    metadata: dict[str, str] | None = None,
+    codes: dict[str, str] | None = None,
 ) -> None:
     """
     Write tensors to a safetensors file. If writing fails, no incomplete file remains.
@@ -5533,7 +5540,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     *,
     is_causal: bool = False,
-    scale: SupportsFloat | SupportsIndex | None = ...,
+    scale: SupportsFloat | SupportsIndex | None = None,
 ) -> Tensor:
     """
     Compute softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores
@@ -5639,14 +5646,15 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
 
 def set_w8a8(enabled: bool) -> None:
     """
-    Choose whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes instead of the values that the
-    codes represent. GPUs multiply 8-bit numbers up to four times as fast as bf16, but rounding the activations and
+    Choose whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes instead of the values that
+    the codes represent. GPUs multiply 8-bit numbers up to four times as fast as bf16, but rounding the activations and
     gradients to 8 bits takes time.
 
-    Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row of
-    activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's dynamic
-    quantization. In the backward pass, the product sums over the rows of the weight, so each gradient is multiplied by
-    the scales of these rows before it is rounded. Sums of int8 products are exact; sums of fp8 products are in f32.
+    Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row
+    of activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's
+    dynamic quantization. In the backward pass, the product sums over the rows of the weight, which have different
+    scales. So each element of a gradient is multiplied by the scale of its row of the weight before it is rounded. Sums
+    of int8 products are exact; sums of fp8 products are in f32.
 
     Layers multiply values if their weights have other formats, if their numbers of features are not multiples of 16, or
     if their inputs are f64. On a GPU, products of codes need compute capability 7.5 or higher for int8, and 8.9 or
@@ -5684,7 +5692,7 @@ def smooth_l1_loss(
     input: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    beta: SupportsFloat | SupportsIndex = ...,
+    beta: SupportsFloat | SupportsIndex = 1.0,
 ) -> Tensor:
     """
     Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of the differences d = input - target:
@@ -5786,10 +5794,11 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str | None = Non
     Make a tensor with a copy of `data`, detached from the tape.
 
     Args:
-        data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
-        dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
-            uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
-            if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+        data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or
+            `__array__`.
+        dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become
+            i64, uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are
+            empty, u8 if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
         device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 
     Raises:
@@ -5843,7 +5852,7 @@ def varlen_attention(
     cu_seqlens: Tensor,
     *,
     window: SupportsIndex | None = None,
-    scale: SupportsFloat | SupportsIndex | None = ...,
+    scale: SupportsFloat | SupportsIndex | None = None,
 ) -> Tensor:
     """
     Compute causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one
@@ -5909,7 +5918,8 @@ def verify_adapter(
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
     """
-    Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in numpy.
+    Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in
+    numpy.
 
     ```python
     x = tc.tensor([-1.0, 2.0])
@@ -5922,8 +5932,8 @@ def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float 
         other: a tensor or a number. If both `input` and `other` are numbers, the result is f32.
 
     Raises:
-        DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
-            and the other a tensor of integers.
+        DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a
+            float and the other a tensor of integers.
         ArgumentError: if `input` or `other` is an integer outside the range of the result's dtype, or outside the range
             of f64 if this dtype is floating point.
         ShapeError: if the shapes do not broadcast.
