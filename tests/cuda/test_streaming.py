@@ -75,10 +75,11 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     found = block_copies(second)
     # Two slots of device memory hold the weights of two blocks. The previous backward pass left the
     # first two blocks in them, and the forward pass leaves the last two: each pass copies all
-    # blocks but two. Each block's modulation is copied once in a step. Quantized weights have
-    # tensors of two dtypes, which take one copy each.
+    # blocks but two. Each block's modulation is copied once in a step. A unit is what is copied
+    # together: the weights of a block, or its modulation. A quantized unit has tensors of two
+    # dtypes, which take one copy each.
     copies_of_unit = 1 if quantize is None else 2
-    # The forward and the backward pass, and the modulation.
+    # The units of the forward and the backward pass, and those of the modulation.
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == copies_of_unit * units
     assert {call["pageable"] for call in found} == {"0"}
@@ -270,7 +271,7 @@ def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The message of the DeviceError of `captured`: other than pinned memory.
+    # The message of the DeviceError that `captured` raises; "other" means "not pinned".
     assert "a CUDA graph cannot copy from other memory" in run.output
     assert run.after("loaded").of("refused") == []
     assert len(run.after("loaded").of("replay")) >= 2

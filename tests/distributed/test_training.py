@@ -249,7 +249,9 @@ def test_all_processes_end_early_after_the_same_step(
 ) -> None:
     more = {"validation_split": 0.3, "validate_every": 2, "early_stop": 1, "steps": 40,
             "learning_rate": 0.3, "gpus": 2, "device": device, "precision": "f32",
-            "batch_size": 1, "compare_every": 100}  # fmt: skip
+            "batch_size": 1}  # fmt: skip
+    # More than `steps`: the processes compare adapters only before checkpoints and at the end.
+    more["compare_every"] = 100
     output = tmp_path / "run"
     result = run(train_command(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
@@ -280,6 +282,7 @@ def test_a_killed_process_ends_all_processes_and_leaves_the_checkpoint(
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
     assert process.returncode != 0
+    # The first message is from the launcher, the second from the process that is left.
     assert b"rank 1 ended with signal SIGKILL" in errors
     assert b"rank 1 has ended" in errors
     assert checkpoints(output)

@@ -90,8 +90,8 @@ def test_a_lycoris_file_that_is_saved_again_keeps_its_block_size_in_the_metadata
 
 
 # In peft, the exact form has the opposite sign of Q to that of the series. By default, the series
-# has 5 terms: the powers of Q from 0 to 4, of which the last occurs once. With 2 terms, Q occurs
-# twice.
+# has 5 terms: the powers of Q from 0 to 4, of which the first and the last occur once, the others
+# twice. With 2 terms, peft makes an exception: the last power, Q itself, occurs twice.
 @pytest.mark.parametrize(
     ("settings", "rotation"),
     [

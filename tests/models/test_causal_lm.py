@@ -45,7 +45,7 @@ def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc
         key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")
     }
     expected = {key: case_tensors.pop(key) for key in ("logits.0", "logits.1")}
-    # The others are the weights.
+    # The tensors that remain in `case_tensors` are the weights.
     tc.save_file(case_tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SWITCHES[name][form]))
     shared = {key: tensors[key] for key in ("input_ids", "attention_mask")}

@@ -346,6 +346,8 @@ def test_a_plan_leaves_a_margin_and_a_second_plan_takes_less(flux: Model) -> Non
     limits = Budget(12 * GIB, 64 * GIB, GPUS["H200"], margin=0.05)
     first = flux.plan(limits)
     assert first.estimate.peak <= 0.95 * 12 * GIB
+    # `below` gives the budget of a second attempt, after the first plan ran out of memory: 0.9 of
+    # what the first plan takes besides the runtime.
     second = flux.plan(limits.below(first.estimate.peak))
     assert second.estimate.peak - RUNTIME_BYTES <= 0.9 * (first.estimate.peak - RUNTIME_BYTES)
 
@@ -427,7 +429,8 @@ def test_a_plan_for_the_cpu_chooses_checkpointing() -> None:
 
 
 # With full checkpointing and a batch of 1, the activations take 512 MiB (2 GiB without it), the
-# adapter 1 MiB for each unit of its rank, and the runtime 200 MiB (`RUNTIME_BYTES`).
+# adapter 1 MiB for each unit of its rank, and the runtime 200 MiB (`RUNTIME_BYTES`). The first
+# lower rank that an error proposes is 128.
 @pytest.mark.parametrize(
     ("limit", "changes", "message"),
     [
@@ -452,6 +455,8 @@ def test_the_error_of_a_run_that_cannot_fit_names_settings_with_lower_needs(
 
 def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
     resident = {"stream_blocks": 0, "stream_modulation": False}
+    # `qat` (quantization-aware training) rounds the weights of the base plus the adapter's product
+    # to the grid, the numbers of a format. A plan must not quantize the base to another format.
     # A base in the format of the grid fits. There is no base in int4, and one in bf16 does not fit.
     for grid in ("int8", "nf4"):
         found = flux.plan(budget(16), qat=grid, **resident)

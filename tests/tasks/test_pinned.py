@@ -69,6 +69,7 @@ def test_with_enough_pinned_memory_nothing_changes() -> None:
 
 @pytest.mark.parametrize("gpu", ["RTX 4060 Ti", "RTX 4090", "RTX 5090"])
 def test_without_pinned_memory_the_slower_of_both_copies_sets_the_time(gpu: str) -> None:
+    # The link to the GPU and the thread of the host copy at these rates, in bytes per second.
     rate = min(GPUS[gpu].link, HOST_COPY)
     expected = (2 * WORK.streamed + WORK.modulation) / rate
     assert predicted(gpu, 0) == pytest.approx(expected, rel=1e-3)
@@ -134,7 +135,7 @@ class Group:
         (GIB - 5, (), GIB - 5),
         # The process with the least pinned memory decides for all processes of the run.
         (64 * GIB, (3 * GIB, 20 * GIB), 3 * GIB),
-        # The budget keeps no limit.
+        # Each process can pin all that the probe asks for (`TRIED`, 4 GiB): there is no limit.
         (64 * GIB, (64 * GIB,), math.inf),
     ],
 )
@@ -168,9 +169,11 @@ def test_a_probe_limits_the_budget_to_what_the_system_pins_in_every_process(
     [
         # A plan is probed only if it needs at least `PROBED` bytes, half a GiB.
         (replace(WORK, streamed=0.2 * GIB, modulation=0.2 * GIB), {}, "cuda"),
-        # Each of the processes that share the weights pins its part of them for the probe.
+        # The eight processes that share the weights would each pin an eighth of them for the probe.
+        # An eighth of 3 GiB is less than `PROBED`.
         (replace(WORK, streamed=3 * GIB, modulation=0), {"sharing": 8}, "cuda"),
-        # The weights are in slices on the GPUs, or pinned memory is limited, or there is no GPU.
+        # The weights are in slices on the GPUs, or pinned memory is already limited to less than
+        # `PROBED`, or there is no GPU.
         (WORK, {"peers": "nvlink"}, "cuda"),
         (WORK, {"pinned": PROBED - 1.0}, "cuda"),
         (WORK, {}, "cpu"),

@@ -72,8 +72,9 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
     """Sum the log-probabilities of a text's tokens to learn; no other text is in its row."""
     logits = task.family.model(tc.tensor(tokens.ids[None]))[0].numpy().astype(np.float64)  # type: ignore[operator]
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
-    places = np.flatnonzero(tokens.learnt)
-    return float(sum(logits[place - 1, tokens.ids[place]] for place in places))
+    # The logits of a token are in the row of the token before it.
+    positions = np.flatnonzero(tokens.learnt)
+    return float(sum(logits[i - 1, tokens.ids[i]] for i in positions))
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
@@ -174,12 +175,12 @@ def test_a_pair_has_the_same_tokens_in_every_form(weights: Path) -> None:
 
 def test_the_longer_answer_of_a_long_pair_is_truncated(weights: Path) -> None:
     row = {"prompt": "p", "chosen": "x" * 60, "rejected": "y" * 10}
-    _, data, *_ = prepared(config_of(weights, [row, *ROWS]))
-    pair = data.examples[0]
+    _, dataset, *_ = prepared(config_of(weights, [row, *ROWS]))
+    pair = dataset.examples[0]
     assert isinstance(pair, Pair)
     # The rejected answer has 12 tokens: the prompt, ten letters and the end token.
     assert (len(pair.chosen), len(pair.rejected)) == (64 - 12, 12)
-    assert data.counts.truncated == 1
+    assert dataset.counts.truncated == 1
 
 
 @pytest.mark.parametrize(

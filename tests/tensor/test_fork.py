@@ -26,7 +26,7 @@ child = os.fork()
 if child:
     # The parent exits with the status of its child.
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-# The first additions start the threads and fill the caches of memory.
+# The child's first additions start its threads and fill the caches of memory.
 assert add(500).sum().item() == 2 * 512 * 512
 before = resident_bytes()
 add(5000)

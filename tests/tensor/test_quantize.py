@@ -67,6 +67,8 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     scales = np.abs(values).max(1, keepdims=True) / np.float32(448)  # the largest value of E4M3
     # E4M3 codes have a sign, four exponent bits (bias 7) and three fraction bits; 0x7f is NaN.
     code = np.arange(0x7F)
+    # The exponent e and the fraction f give (1 + f / 8) * 2**(e - 7) = (8 + f) * 2**(e - 10). Codes
+    # with e = 0 are subnormal: f / 8 * 2**-6.
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
     table = np.where(code < 8, code * 2.0**-9, normal).astype(np.float32)
     distance = np.abs(np.abs(values / scales)[..., None] - table)

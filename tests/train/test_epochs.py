@@ -36,6 +36,7 @@ def test_several_epochs_can_end_at_one_step() -> None:
     epochs = Epochs(ShuffledBatches(2, 8, seed=0).first_batch, accumulation=1)
     assert epochs.completed(0) == 3
     assert epochs.ends(1)(1)
+    # Step 1 completes the fourth epoch, and the next three, which have no batch, with it.
     assert epochs.completed(1) == 7
 
 
@@ -62,7 +63,7 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
     )
     lines: list[str] = []
     run = train_adapter(by_epochs, progress=False, report=lines.append)
-    epochs = Epochs(ShuffledBatches(images, 4, seed=0).first_batch, 1)
+    epochs = Epochs(ShuffledBatches(images, 4, seed=0).first_batch, accumulation=1)
     # The last step is left out: it saves the final adapter, `digit.safetensors`.
     ends = [step for step in range(1, run.step) if epochs.ends(1)(step)]
     assert len(ends) >= 2

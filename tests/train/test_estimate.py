@@ -120,6 +120,7 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
         assert rounded - plain <= estimated == 6 * block < 1.3 * (rounded - plain)
 
 
+# With `qat_activations`, a step also rounds the inputs of adapted layers.
 @pytest.mark.parametrize("grid", ["int8", "fp8"])
 def test_estimated_rounded_inputs_match_what_the_tape_adds(
     digits_folder: Path, tmp_path: Path, grid: str

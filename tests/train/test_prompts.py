@@ -85,6 +85,7 @@ def test_a_file_of_prompts_is_replaced_by_its_lines_and_rejected_if_empty_or_mis
 def test_an_image_has_its_settings_in_a1111s_format() -> None:
     options = SampleOptions(seed=7, negative_prompt="blurry", sampler="dpmpp_2m")
     prompt = Prompt("a cat", options)
+    # A `Place` is the index of an image in its batch, and the number of images in the batch.
     assert infotext(
         prompt, "sdxl", DrawingDefaults(steps=20, guidance=5.0), (64, 32), Place(number=0, count=1)
     ) == (
