@@ -16,6 +16,7 @@ namespace {
 constexpr int ROWS = 16;
 // The input features, or the columns of dst, that a warp handles in one step.
 constexpr int STEP = 32;
+// The most linear maps (terms) of one launch.
 constexpr int MOST_TERMS = 4;
 // For hidden, a warp starts the loads of CHUNKS steps together; for dst, the loads of PIECES steps. At these sizes, nearly all time is
 // spent waiting for memory.
@@ -232,8 +233,10 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// In the forward pass, each term has its own dst and its own blocks (blockIdx.z). down is stored as (rank, inner) and up as (outer, rank).
-// In the backward pass, all terms add to the dst of the first term. down is stored as (inner, rank) and up as (rank, outer).
+// In the forward pass, each term has its own dst and its own blocks (blockIdx.z). down is the factor A, stored as (rank, inner), and up is
+// the factor B, stored as (outer, rank).
+// In the backward pass, input is the gradient of a map's result, and dst the gradient of the input that all maps share. So down is the B of
+// the forward pass and up its A, and all terms add to the dst of the first term. down is stored as (inner, rank) and up as (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int HIDDEN_SIZE = ROWS * TILES * RANKS; // the number of elements of a block's rows of hidden

@@ -1,8 +1,11 @@
 """The kernels that attention launches on the simulated GPU.
 
-It has compute capability 9.0, as a Hopper GPU, and 132 multiprocessors. The kernels for Hopper are
-for many queries and keys; other kernels are for at most 80 keys; the general kernels are for all
-else.
+This GPU has compute capability 9.0, as a Hopper GPU, and 132 multiprocessors. The kernels for
+Hopper are for many queries and keys; other kernels are for at most 80 keys; the general kernels
+are for all else.
+
+`cuda.run` runs code and returns the log of its driver calls. `mark(name)` in the code starts a part
+of the log, and `after(name)` selects this part.
 """
 
 from collections import Counter

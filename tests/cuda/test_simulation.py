@@ -5,7 +5,8 @@ supported during a capture, 901 capture invalidated. Statuses of cuBLAS: 7 inval
 execution failed.
 
 `cuda.run` runs a program with the simulated libraries, asserts that it succeeds, and returns the
-log of its calls; `of` selects the calls of one kind.
+log of its calls; `of` selects the calls of one kind. The programs need not import `os` and
+`trainable_candle as tc`: `cuda.run` does it for them.
 """
 
 from typing import Any

@@ -220,7 +220,8 @@ def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> No
 
     Args:
         config: the settings of the resumed run.
-        earlier: the settings of the earlier run, by name; without `init`, it is the default.
+        earlier: the settings of the earlier run, by name; if `init` is missing, the run had its
+            default.
 
     Raises:
         ConfigError: only one of the two runs has `init` pissa.

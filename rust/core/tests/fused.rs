@@ -25,6 +25,7 @@ fn run(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Vec<f6
     let inputs: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
     let y = f(&inputs).unwrap();
     let g = draw(y.dims(), 99, y.dtype());
+    // `false`: the tape is not kept for another backward pass.
     let grads = grad(&y, &inputs.iter().collect::<Vec<_>>(), Some(&g), false).unwrap();
     let grads = grads.iter().map(|g| to_f64_vec(g.as_ref().unwrap().raw()).unwrap());
     std::iter::once(to_f64_vec(y.raw()).unwrap()).chain(grads).collect()

@@ -49,9 +49,9 @@ impl Allocate for InHostMemory<'_> {
 /// Allocate a tensor of zeros in pinned memory of the host. Kernels of the device read and write it there.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the limit or the system allows no more pinned memory, or the device has no stream-ordered
-/// memory; [`Error::DType`] if kernels do not support the dtype; [`Error::Device`] if `device` is not a CUDA device, if
-/// a function is being captured, or if the driver reports an error.
+/// [`Error::OutOfMemory`] if the library's limit on pinned memory or the system allows no more of it, or if the device
+/// has no stream-ordered memory; [`Error::DType`] if kernels do not support the dtype; [`Error::Device`] if `device`
+/// is not a CUDA device, if a function is being captured, or if the driver reports an error.
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     // A graph cannot contain the allocation.

@@ -23,6 +23,7 @@ pub(super) fn entries(
     parts: &[(&PartNames, &AdapterSet, Vec<AdaptedLayer<'_>>)],
     title: &str,
 ) -> BTreeMap<String, String> {
+    // By convention, files of safetensors name the framework of their tensors: "pt" is PyTorch.
     let mut entries = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let mut add = |name: &str, value: String| entries.insert(name.to_owned(), value);
     if format == AdapterFormat::Peft || format == AdapterFormat::Diffusers && !folds {

@@ -69,6 +69,7 @@ impl Block {
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let (dim, hidden_dim) = (self.ff_out.out_features(), self.ff_out.in_features());
         let (inputs, hidden) = (tokens * dim, tokens * hidden_dim);
+        // Full checkpointing recomputes this block alone, not together with the previous block.
         // `keep` counts the input of each of the two norms and of the GELU. Pairs are the number of a layer's input
         // values and the number of tokens; `cheap_linear` is for inputs that selective checkpointing recomputes.
         let recomputed_with_previous = false;

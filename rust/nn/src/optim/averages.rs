@@ -49,7 +49,8 @@ impl<R: Rule> Stepper<R> {
     /// Does what [`Optimizer::eval`] says.
     pub(super) fn replace_by_averages(&mut self) -> Result<()> {
         let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
-        // A captured function may not change `trained`. Return this error before anything is computed.
+        // A captured function may not change `trained`: there, `get_mut` returns an error. The call here returns it
+        // before anything is computed.
         self.trained.get_mut()?;
         let values = self.averaged(&average)?;
         let vars = self.vars();

@@ -1,4 +1,5 @@
-//! Test cases of gated linear units.
+//! Test cases of gated linear units. `frozen(x, dims)` makes a frozen tensor of fixed values, of the dtype and on the
+//! device of `x`.
 
 use super::codes::GEGLU_FEED_FORWARD;
 use super::feed_forward::SWIGLU_FEED_FORWARD;

@@ -152,8 +152,8 @@ impl Varlen {
         )
     }
 
-    /// Writes the gradients of q, k and v to `places`, which may be parts of larger tensors. They, `grad` and `saved`
-    /// have the dimensions (rows, heads, width).
+    /// Writes the gradients of q, k and v to `places`, which may be parts of larger tensors. These destinations,
+    /// `grad`, and the inputs and the result in `saved` have the dimensions (rows, heads, width).
     pub fn backward_into(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
         let by_head = |raw: &Raw| raw.transpose(0, 1);
         let [q, k, v] = &saved.inputs;

@@ -1,4 +1,5 @@
-//! The CPU form of the group norm.
+//! The CPU form of the group norm. Tensors are (batch, positions, channels), with the channels next to each other in
+//! memory.
 //!
 //! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel,
 //! then the sums of a group's channels are added. Chan's formula joins the means and the sums of squared deviations of
@@ -19,7 +20,8 @@ use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result, dispatch_float};
 use backward::BackwardPass;
 
-/// Returns the norm of a dense tensor, followed by SiLU if `SILU`; and 1/√(var + eps) and the mean of each group.
+/// Returns the norm of a dense tensor, followed by SiLU if `SILU`; and 1/√(var + eps) and the mean of each group, each
+/// (batch, groups).
 pub(super) fn forward<const SILU: bool>(
     op: &'static str,
     raw: &Raw,
