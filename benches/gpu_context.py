@@ -8,8 +8,8 @@ of the number of tokens, from which the script predicts the longest text for eac
 Then it limits the allocator to this amount, less the memory that CUDA itself takes, and makes steps
 with the predicted number of tokens. If memory runs out, it shortens the text by 1 % until a step
 succeeds; otherwise it makes the text longer by 1 % until a step fails. It tries at most 8 lengths.
-Each line has the longest text with which a step succeeded, the measured peak of the tensors, and
-the seconds of this step.
+Each line has the longest text with which a step succeeded, the peak of the memory that the
+allocator reserved in this step, and the seconds of this step.
 
 For comparison, unsloth publishes 2,972, 21,848, 40,724 and 78,475 tokens in 8, 12, 16 and 24 GB
 (<https://docs.unsloth.ai/basics/long-context>).

@@ -75,6 +75,7 @@
             attention_sum_parts<type>(dv_parts, dv, dv_strides, shape);                                                            \
     }
 
+// The constants whose names end in _64 depend on the architecture (include/attention/forms.cuh).
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \
     FORWARD(64, dtype, type, FORWARD_BLOCKS_64, FORWARD_KEYS_64)                                                                   \
     FORWARD(128, dtype, type, 2, 64)                                                                                               \

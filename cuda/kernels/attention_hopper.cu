@@ -4,13 +4,13 @@
 // attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work among the blocks. An item is a tile of queries (forward) or of keys
-// (backward) of a head. Each of its steps combines it with one tile of the head's keys (forward) or queries (backward). One block does all
-// steps of an item, or the host splits the item: then several blocks do a part of its steps each.
+// (backward) of a head. Each step of an item combines its tile with one tile of the head's keys (forward) or queries (backward). One block
+// does all steps of an item, or the host splits the item: then several blocks do a part of its steps each.
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
-// `blocks` is the number of multiprocessors. If the host splits no item, `whole` is the number of items. Otherwise `whole` is the largest
-// multiple of `blocks` below the number of items, and the later items are split. The host splits items only
-// if that saves more than five steps, about the time that it takes to add up the parts.
+// The host sets the fields `blocks` and `whole` of `Schedule`. `blocks` is the number of multiprocessors. If the host splits no item,
+// `whole` is the number of items. Otherwise `whole` is the largest multiple of `blocks` below the number of items, and the later items are
+// split. The host splits items only if that saves more than five steps, about the time that it takes to add up the parts.
 // steps * blocks * blocks must be below 2^32, because `Schedule` computes such products in 32 bits.
 //
 // `maps` have 16-bit elements; dimensions (width, rows, heads, batch), where rows are queries or keys; boxes of (64, B, 1, 1), where the
@@ -24,7 +24,7 @@
 // attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of items that are not split. For each part of a split
 // item, writes a row of parts, f32 (2 * blocks, R * (width + 2)) with width = 64 or 128: for R queries the sums of the softmax's weights,
 // then the bases (what was subtracted in the exponents), then the results before their division by the sums. A block does parts of at most
-// two items. parts may be null if no item is split.
+// two items. parts may be null if no item is split. `groups` is R / 64: each warpgroup computes 64 queries, and one more copies.
 // Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \

@@ -103,7 +103,8 @@ def test_the_learnt_messages_can_be_chosen() -> None:
 
 
 def test_a_template_that_edits_history_allows_only_the_last_answer_to_be_learnt() -> None:
-    # As in Qwen3's template, only the last answer has a block for thoughts.
+    # As in Qwen3's template, only the last answer has a block for thoughts. So the text of an
+    # earlier answer (here message 1) changes as soon as more messages follow.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"

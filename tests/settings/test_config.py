@@ -206,6 +206,7 @@ def test_a_key_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
         TrainConfig.from_yaml(path)
 
 
+# In Python 1 == 0x1 == True, and a mapping (`!!map`) cannot be the key of a dict.
 @pytest.mark.parametrize("text", ["{1: 2, 0x1: 3}", "{1: 2, true: 3}", "{!!map 1: 2, !!map 1: 3}"])
 def test_keys_that_a_dict_cannot_hold_apart_are_rejected(text: str) -> None:
     with pytest.raises(yaml.YAMLError, match=r"given twice|unhashable"):

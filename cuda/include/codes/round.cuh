@@ -22,6 +22,7 @@ __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t colum
         return;
     }
     from += column - part.start;
+    // Whether the address allows reads of 16 bytes.
     if (is_wide(from)) {
 #pragma unroll
         for (int i = 0; i < N; i += 4) {
@@ -34,8 +35,8 @@ __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t colum
     }
 }
 
-// The values of a pack, widened. For the second bf16 number of a word, the code that nvcc 13.0 makes of `widen` has two instructions, and
-// this function has one.
+// Converts the values of a pack to f32. For the second bf16 number of a 32-bit word, nvcc 13.0 compiles `widen` to two instructions, and
+// the mask below to one.
 template <typename T, int N> __device__ __forceinline__ void widen_pack(const Pack<T, N> &pack, float (&values)[N]) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
         uint32_t words[N / 2];

@@ -231,7 +231,7 @@ impl TensorFile {
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         // A pickle begins with the opcode PROTO (0x80) and the version of its protocol. If six zeros follow, the eight
-        // bytes are a small number: the length of a header.
+        // bytes are a small number: the length of a header. Then the file is more likely a damaged safetensors file.
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))
 }
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _STEPS: Final = (64, 32, 16, 8)
-"""The bucket steps that `default_bucket_step` chooses from, px, in falling order."""
+"""The bucket steps that `default_bucket_step` chooses from, px, in falling order.
+
+The sides of the crops of all buckets are multiples of the bucket step.
+"""
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:

@@ -250,8 +250,8 @@ impl<'a> Addition<'a> {
         let grid = [blocks, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
         // The kernels for other numbers of tiles and for the other direction take the same structure.
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
-        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with
-        // hidden and up.
+        // SAFETY: `write_products` in `gemm.rs`, which calls `add`, has checked that the matrices have these sizes, and
+        // that dst shares no storage with hidden and up.
         unsafe { function.launch(OP, gpu, Shape { grid, block: [ADD_THREADS, 1, 1], shared: 0 }, arguments) }
     }
 }

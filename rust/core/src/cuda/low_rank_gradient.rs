@@ -113,6 +113,8 @@ impl<'a> Gradient<'a> {
             return Ok(None);
         }
         let (rows, columns, ranks32) = (count32(OP, plan.k)?, count32(OP, columns)?, count32(OP, ranks)?);
+        // The distance in elements of the sum from one rank to the next, and from one column of the wide matrix to the
+        // next: the sum is (ranks, columns) if `a` is narrow, else (columns, ranks).
         let [rank_step, column_step] = if is_a_narrow { [columns, 1] } else { [1, ranks32] };
         let tile = |first_rank: usize| LowRankFactor {
             wide,

@@ -9,9 +9,9 @@ use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP,
 use crate::pretrained::{CheckpointNaming, Form, Renaming, StoredSizes};
 
 /// The names of layers in diffusers and in original checkpoints. The blocks have the names of Flux's blocks, but no
-/// layers for the modulation; the approximator, which computes the modulation, is added. For each kind of block:
-/// diffusers' prefix of the block's index, with a dot at its end; the original prefix, without this dot; the block's
-/// layers.
+/// layers for the modulation; the approximator, which computes the modulation, is added. An entry of
+/// `blocks` describes one kind of block. It has three fields: diffusers' prefix of the block's index, with a dot at its
+/// end; the original prefix, without this dot; and the names of the block's layers.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[

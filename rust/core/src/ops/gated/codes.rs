@@ -53,6 +53,7 @@ pub fn geglu_feed_forward(
     // Everything runs as separate operations unless the fused operation supports both weights and the norm.
     let (Some(inner_weight), Some(outer_weight), true) = (fusable_weight(x, inner), fusable_weight(x, outer), fits)
     else {
+        // The 1, here and below, is the number of normalized dimensions: the last one.
         let (sum, normed) = add_layer_norm(x, residual, 1, affine[0], affine[1], eps)?;
         return network(&normed, &sum);
     };
