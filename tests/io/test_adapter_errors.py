@@ -41,7 +41,7 @@ def test_non_finite_values_in_a_file_are_reported(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter = attach(unet, "lora")
-    var = adapter.parameters()[1]
+    var = adapter.parameters()[1]  # lora_B of the first adapted layer
     var.set(tc.full(var.shape, number))
     adapter.save(path)
     with pytest.raises(tc.WeightsFormatError, match=r"to_q.lora_B.weight has non-finite elements"):

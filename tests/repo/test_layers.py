@@ -16,7 +16,10 @@ ABOVE = {
     "tasks": {"families", "run", "cli", "demo"},
     "families": {"run", "cli", "demo"},
 }
-"""Maps a package to the packages that it must not import, not even for types."""
+"""Maps a package to the packages that it must not import, not even for types.
+
+`data` and `train` are at the same height: neither may import the other.
+"""
 
 
 @pytest.mark.parametrize("package", ABOVE)

@@ -3,7 +3,7 @@
 In a `Setting`, `rare` keeps the setting out of the short help, `free` lets a resumed run change it,
 `above` excludes the bound `low` itself, and `below` is an upper bound that is excluded. A
 `Condition` has names of settings, when they have an effect, and the flags that give them an effect,
-for the message if they have none.
+for the message if they have none; `complaint` replaces this whole message.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class StepInputs(Generic[Batch]):
     seed: int
     inputs: Callable[[Batch], Mapping[str, Tensor]] | None
     weigh: Callable[[Batch], float] | None
+    """Returns the weight of a batch in the loss of its step; None: batches count equally."""
     count: Callable[[Batch], float] | None
+    """Returns the number of a batch's images or tokens, which is only reported."""
 
     @property
     def batches_in_step(self) -> int:

@@ -40,12 +40,14 @@ def check(sdxl_base: Path) -> Check:
             {"adapter": "dora", "dora_axis": "input", "format": "peft"},
             "--format peft cannot represent --dora-axis input; give --format kohya",
         ),
+        # The noise schedule has the timesteps 0 to 999.
         ({"min_timestep": 1000}, "found timesteps from 1000"),
         ({"max_timestep": 1001}, "found timesteps from 0 up to but not including 1001"),
         ({"sample_prompts": ["a"], "sample_size": "33x32"}, "the size is 33x32 px, expected mult"),
         ({"sample_prompts": ["a"], "sample_size": "0x0"}, "size: '0x0' is not a size in pixels"),
         ({"sample_prompts": ["a"], "sample_steps": 1001}, "steps"),
         ({"target_modules": ["to_q", "nothing"]}, "`nothing` is not a layer"),
+        # A layer of the text encoders, which get no adapters without `train_text_encoder`.
         ({"target_modules": ["q_proj"]}, "`q_proj` is not a layer"),
         ({"exclude_modules": ["conv_in"]}, "`conv_in` is none of the layers that get adapters"),
         ({"initial_adapter": "none"}, "--initial-adapter: there is no file or folder none"),

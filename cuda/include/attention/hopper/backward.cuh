@@ -28,7 +28,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers. FULL: the data has arrived; EMPTY: the memory may be overwritten.
+    // Barriers. FULL: the data has arrived; EMPTY: the memory may be overwritten. There is one buffer for dq, but each adder has a barrier
+    // DQ_FULL of its own, on which it waits only in the steps that it takes.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
@@ -326,6 +327,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
+    // Divides the threads between the tasks. The adders and the copying thread's warp give up registers (the numbers are registers per
+    // thread), which the two groups take.
     __device__ __forceinline__ void run(const float *statistics, float *sums, uint32_t *turns, float *parts) const {
         init();
         if (int(threadIdx.x) >= GROUPS * WARPGROUP) {

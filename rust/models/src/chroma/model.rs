@@ -134,7 +134,7 @@ impl ChromaTransformer {
             op: Self::CLASS_NAME,
             channels: self.config.in_channels,
             text: self.config.joint_attention_dim,
-            pooled: None, // as `guidance`, an input that Chroma does not have
+            pooled: None, // Chroma takes neither a pooled text embedding nor a guidance scale.
             axes: self.config.axes_dims_rope.len(),
             guidance: false,
         };
@@ -171,7 +171,8 @@ impl Architecture for ChromaTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    // All linear layers in the blocks. None of them computes a modulation, because the approximator does.
+    // All linear layers in the blocks, and no matrices outside of them (`rows`). None of the layers computes a modulation,
+    // because the approximator does. With 8-bit products (`multiplied`), no layer is excluded either.
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
         unquantized: &[],
@@ -213,6 +214,7 @@ impl Model for ChromaTransformer {
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        // These layers run outside of checkpoints. `size.tokens` is the number of text tokens.
         saved.outside(|saved| {
             self.approximator.saved(saved);
             // A layer, the number of its input values, and the number of tokens.
