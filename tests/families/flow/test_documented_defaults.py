@@ -177,8 +177,8 @@ def test_a_run_with_weights_and_images_has_the_documented_values(
     assert isinstance(run.task, LatentTask)
     count = 20_000
     latents = tc.zeros((count, 1, 1, 1))
-    # The latents are those of the samples 0, 1, ... of a run with the seed 0. The times are the levels
-    # times 1000.
+    # The latents are those of the samples 0, 1, ... of a run with the seed 0. The times are the
+    # levels times 1000.
     times = run.task.family.objective("cpu").noise(latents, range(count), 0)["times"].numpy()
     levels = times.astype(np.float64) / 1000
     odds = np.log(levels / (1 - levels))

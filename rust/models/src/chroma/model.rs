@@ -171,8 +171,8 @@ impl Architecture for ChromaTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    // All linear layers in the blocks, and no matrices outside of them (`rows`). None of the layers computes a modulation,
-    // because the approximator does. With 8-bit products (`multiplied`), no layer is excluded either.
+    // All linear layers in the blocks, and no matrices outside of them (`rows`). None of the layers computes a
+    // modulation, because the approximator does. With 8-bit products (`multiplied`), no layer is excluded either.
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
         unquantized: &[],
