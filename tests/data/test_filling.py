@@ -213,7 +213,8 @@ def test_an_entry_that_cannot_be_written_ends_the_filling(
     data = Generated(100)
     with pytest.raises(OSError, match="No space left"):
         LatentCache(data, encode, DISK, IDENTITY, folder=tmp_path).fill()
-    # Five entries were written, the sixth failed, `PENDING` were queued, and one was being encoded.
+    # By default, a batch of the encoder has one image. Five entries were written, the sixth failed,
+    # `PENDING` were queued, and one was being encoded.
     assert encoded[0] <= 7 + PENDING
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
     assert list(tmp_path.rglob("*.partial")) == []
@@ -226,7 +227,7 @@ def test_entries_that_were_encoded_before_the_encoder_fails_are_kept(tmp_path: P
     calls = [0]
 
     def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-        calls[0] += 1
+        calls[0] += 1  # a call encodes one image
         if calls[0] == 8:
             raise DatasetError("the eighth")
         return means(pixels)

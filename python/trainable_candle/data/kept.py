@@ -95,7 +95,8 @@ class Entries:
             groups: groups of tasks; the tasks of a group are encoded together.
             inputs: yields the encoder's input for each group.
             encode: takes the input of a group; returns tensors with one row for each task.
-            entry: returns the key of a task, and the facts for the file of its entry.
+            entry: returns the key of a task, and facts: texts that the file of its entry holds
+                beside the tensors.
             done: called after each group with the number of its tasks.
 
         Raises:
@@ -147,6 +148,7 @@ class Entries:
         missing_here = set(self.missing([key for key in keys if key not in own]))
         wanted = set(missing_anywhere(group, missing_here, keys))
         to_send = [key for key in mine if key in wanted]
+        # All processes get the entries that all processes send.
         for content in passed_on(group, map(self._content, to_send)):
             tensors, facts = unpacked(content)
             key = facts["key"]

@@ -99,8 +99,9 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         }
     }
 
-    // Copies the tiles of all items of the block; one thread calls this. `tile` is the position among the tiles of queries, `ring` the
-    // position among those of keys and of values.
+    // Copies the tiles of all items of the block; one thread calls this. `tile` is the position among the two tiles of queries in shared
+    // memory, `ring` the position among the two tiles of keys and the two of values. A position has a `stage`, which of the two tiles is in
+    // use, and the `parity` of its barriers' current phase.
     __device__ __forceinline__ void copy() const {
         typename Source::Walk walk(source);
         Span span;
@@ -144,13 +145,16 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     }
 
     // The groups multiply in turns, so that one computes weights while another multiplies. `take_turn` waits for the turn of `group`;
-    // `give_turn` gives the turn to the group after `group`.
+    // `give_turn` gives the turn to the group after `group`. Two groups arrive at each barrier: the one that gives the turn and the one
+    // that takes it.
     __device__ __forceinline__ void take_turn(int group) const { group_sync(TURN + group, 2 * WARPGROUP); }
     __device__ __forceinline__ void give_turn(int group) const {
         group_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 2 * WARPGROUP);
     }
 
     // Computes the group's rows of all items of the block. `log_sums` is (batch * heads, queries); `finish` says what `parts` holds.
+    // The products run asynchronously: `end_products` closes a batch of them, and `wait_for_products<N>` waits until at most the latest N
+    // batches are unfinished. `narrow_sums` rounds results in registers to T, as the left operand of the next product.
     __device__ __forceinline__ void work(float *log_sums, float *parts) const {
         const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;

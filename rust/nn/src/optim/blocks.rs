@@ -125,6 +125,7 @@ pub(super) fn check_equal_steps<const N: usize>(step: impl Step<N>) {
                     .iter_mut()
                     .flat_map(|(codes, scales)| [StateSlice::Codes(codes), StateSlice::Scales(scales)])
                     .collect();
+                // Only Prodigy, which has no 8-bit states, writes `sums`.
                 let chunk = Chunk { dims: &[LEN], param: &mut param, grad: &grad, states: slices, sums: None };
                 Blocks { step: self.step, chunk }.run(lanes);
             }

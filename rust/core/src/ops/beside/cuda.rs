@@ -18,6 +18,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     let y = empty(op, gpu, &columns.result(x.dims()), x.dtype())?;
     if y.elem_count() > 0 {
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
+        // `wide` is the number of elements in 16 bytes, about as many as each thread computes.
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
         // The kernels of both activations have the same parameters.
         let arguments = GeluTanhBesideForward {
@@ -29,7 +30,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
             before_width: count32(op, columns.before_width)?,
             width: count32(op, columns.width)?,
         };
-        // SAFETY: the tensors are dense and have the sizes in the arguments.
+        // SAFETY: the tensors are dense, except for the view of `x`, whose rows are `x_row` elements apart. All have
+        // the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
@@ -41,7 +43,8 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     const X: usize = 0; // the index of x among the operation's inputs
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
-    // The gradient has the dtype and the device of the first `x`, and the shape of the second.
+    // `part` returns a view of the gradient of `x` at these columns, or `None` if the view cannot be written directly.
+    // In the pair, `&x` gives the gradient's dtype and device, and `x.dims()` its shape.
     if let Some(part_of_grad) = context.part(X, (&x, x.dims()), dim, start..start + columns.len())? {
         return write(columns, &x, &grad, &part_of_grad);
     }

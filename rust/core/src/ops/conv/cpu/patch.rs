@@ -1,7 +1,8 @@
 //! Copies of parts of a stencil's source, in the accumulator type, with the zeros of the padding.
-//! [`stencil`](super::stencil) explains source, target and phase: each target position is computed from source
-//! positions, one per kernel tap. A part is a rectangle of target positions; its copy has the source positions that the
-//! part reads.
+//! A stencil computes each target position from source positions, one per kernel tap; a phase is a set of target
+//! positions that use the same taps (see [`stencil`](super::stencil)). A part is a rectangle of target positions of a
+//! phase; its copy has the source positions that the part reads. The matrix product reads the copy in register tiles,
+//! each of several target positions of a line.
 
 use std::ops::Range;
 
@@ -104,7 +105,7 @@ pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect
     if lines.count == 0 || columns.count == 0 {
         return Vec::new();
     }
-    // As few parts as `MAX_COLUMNS` permits, about equally wide. Tiles compute multiples of 4 columns.
+    // As few parts as `MAX_COLUMNS` permits, about equally wide. Register tiles compute multiples of 4 columns.
     let width = columns.count.div_ceil(columns.count.div_ceil(MAX_COLUMNS)).next_multiple_of(4);
     let line_len = (columns.copied(width) * channels).max(1);
     // The number of target lines whose copy has at most `MAX_PATCH` elements, but at least one: the largest `count`
