@@ -36,7 +36,7 @@ template <typename T> struct Rounding {
             });
             const float scale = found.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
-            // Widened values of the row must not stay in registers: they take more of them.
+            // Widened values of the row must not stay in registers: they take more registers than the values of type T.
             row.keep_narrow();
             with_rounder(scale, is_int8, [&](auto rounder) {
                 row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
@@ -59,9 +59,9 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows. `columns` and the
-// number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with 1: these are
-// the scales of the rows of `out`.
+// The codes (rows, columns) of a matrix whose rows are in `count` parts, and their transpose `out` (columns, rows). `rows` is the sum of
+// the parts' rows. `columns` and the number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with
+// 1: these are the scales of the rows of `out`.
 struct Transposition {
     // An item is 16 neighbouring codes of one line of a tile, which a thread loads or stores at once. A word is four codes.
     static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
@@ -106,6 +106,7 @@ struct Transposition {
             to[0] = loaded[k].x, to[1] = loaded[k].y, to[2] = loaded[k].z, to[3] = loaded[k].w;
         }
         __syncthreads();
+        // Here an item is a square of 4 × 4 codes, so there are as many items. `across` and `down` are the square's column and row.
         for (uint32_t item = thread; item < ITEMS; item += threads) {
             const uint32_t across = item % WORDS, down = item / WORDS;
             uint32_t words[4];
@@ -189,8 +190,8 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 
 // quantize_rows: the codes and scales of x (rows, columns).
 // quantize_gradient: multiplies the columns of x (rows, columns) by scales, and computes the codes and scales of the result. The scale of
-// column j is the scale of row j of the codes of `parts` (columns, inner). Also writes the transpose of the codes of `parts`. The first
-// `tiles` blocks transpose, the others round; with no tiles, nothing is transposed.
+// column j is the scale of row j of the codes of the `count` parts (columns, inner). Also writes the transpose of these codes, and fills
+// `ones` with the scales of its rows. The first `tiles` blocks transpose, the others round; with no tiles, nothing is transposed.
 // Launch: as rows.cuh says, with teams whose threads hold up to two packs of a row; quantize_gradient has `tiles` =
 // (sum over the parts of ceil(rows / 64)) ceil(inner / 64) blocks more.
 #define DEFINE_CODES(SUFFIX, T)                                                                                                        \

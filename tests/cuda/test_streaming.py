@@ -257,8 +257,8 @@ def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
             captured(*inputs)
     except tc.errors.DeviceError as error:
         print(error)
-    # With weights in pageable memory, these calls run the step without a graph, and succeed. `keep`
-    # is the number of graphs that would be kept otherwise.
+    # With weights in pageable memory, these calls run the step without a graph, and succeed.
+    # `keep` is the most graphs that are kept; `first` says that a call begins an optimizer step.
     graphs = PassGraphs(lambda inputs, first: step(*inputs.values()), keep=2)
     for _ in range(4):
         graphs(dict(zip(names, inputs)), first=True)

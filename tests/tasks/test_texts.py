@@ -22,6 +22,7 @@ from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
 from trainable_candle.tasks.text.writing import streamed
 from trainable_candle.train import Trainer
 
+# The number of tokens, and the greatest number of them in an example and in a packed row.
 VOCABULARY, LENGTH = 7, 12
 
 
@@ -67,6 +68,7 @@ def examples() -> list[Tokens]:
         learnt = rng.random(length) < 0.5
         learnt[0], learnt[-1] = False, True
         ids = rng.integers(0, VOCABULARY, length)
+        # `stops` and `answers` do not affect the loss.
         texts.append(Tokens(ids, learnt, stops=(), answers=1))
     return texts
 
@@ -74,7 +76,8 @@ def examples() -> list[Tokens]:
 def prepared(model: Bigrams, lines: list[str] | None = None, **settings: Any) -> PreparedTexts:
     """Return the examples as data of a run with `model`; log lines are appended to `lines`."""
     family = SimpleNamespace(model=model, device="cpu", config=TrainConfig(**settings))
-    dataset = TextDataset(examples(), Counts(), TextOptions(LENGTH), Path("texts.jsonl"))
+    counts = Counts()  # of lines read from files: none, because the examples are given directly
+    dataset = TextDataset(examples(), counts, TextOptions(LENGTH), Path("texts.jsonl"))
 
     @contextmanager
     def without_adapter() -> Iterator[None]:

@@ -172,7 +172,8 @@ class _ProgressLines(Callback):
         if now - self._printed_at < _LINE_SECONDS and report.step < trainer.steps:
             return
         self._printed_at = now
-        # The unit of the rate depends on the task: images or tokens.
+        # The unit of the rate depends on the task: images or tokens. `amount`, their number in the
+        # step, is 0 if the trainer does not count them.
         speed = f", {report.rate:.3g} a second" if report.amount else ""
         _print_line(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
 

@@ -172,6 +172,7 @@ def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
     """Like `flux_slices`, for Z-Image."""
+    # In diffusers, "2-1" stands for patches of 2x2 latent pixels and 1 frame.
     found = {
         "all_x_embedder.2-1": Slice("x_embedder"),
         "all_final_layer.2-1.linear": Slice("final_layer.linear"),

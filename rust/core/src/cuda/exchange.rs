@@ -61,7 +61,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
 /// driver reports an error.
 pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
-    // An error inside a captured function.
+    // Returns an error inside a captured function.
     capture::refuse(OP)?;
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     // SAFETY: the caller's promise.

@@ -73,6 +73,7 @@ impl Settle for Gradient {
         Ok(true)
     }
 
+    // The address of the gradient's storage; the other value of `storage_identity` is the size.
     fn place(&self) -> Option<Place> {
         self.current().map(|gradient| raw::storage_identity(gradient).0)
     }

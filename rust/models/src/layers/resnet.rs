@@ -112,8 +112,8 @@ impl ResnetBlock {
     /// its input is concatenated with a result of a down block, which the tape keeps anyway.
     pub fn saved(&self, area: usize, own_channels: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
-        // Layers are counted with (number of their input values, number of pixels). `cheap_conv` is for convolutions
-        // whose input comes from a norm, which selective checkpointing recomputes.
+        // Layers are counted with (number of their input values, number of pixels of their result). `cheap_conv` is for
+        // convolutions whose input comes from a norm, which selective checkpointing recomputes.
         let inputs = area * channels;
         let recomputed_with_previous = false;
         saved.block(area * own_channels.unwrap_or(channels), recomputed_with_previous, |saved| {
@@ -121,7 +121,7 @@ impl ResnetBlock {
             saved.keep(inputs);
             saved.cheap_conv(&self.conv1, (inputs, area));
             if let Some(project) = &self.time_emb_proj {
-                // One vector instead of pixels.
+                // Its input is one vector for the whole feature map, so the map counts as one pixel.
                 saved.linear(project, (project.weight.dims()[1], 1));
             }
             // The input of the second norm.
@@ -208,7 +208,7 @@ impl Downsample {
     /// Adds to `saved` what the tape keeps for an input of `area` pixels and a result of `smaller_area` pixels.
     pub fn saved(&self, area: usize, smaller_area: usize, saved: &mut Saved) {
         let &[_, _, _, channels] = self.conv.weight.dims() else { return };
-        // `outside`: the convolution is in no checkpoint.
+        // `outside`: the convolution is in no checkpoint. The pair is (number of input values, pixels of the result).
         saved.outside(|saved| saved.conv(&self.conv, (area * channels, smaller_area)));
     }
 }
@@ -259,7 +259,7 @@ impl Upsample {
     /// Adds to `saved` what the tape keeps for a feature map that is enlarged to `larger_area` pixels.
     pub fn saved(&self, larger_area: usize, saved: &mut Saved) {
         let &[_, _, _, channels] = self.conv.weight.dims() else { return };
-        // `outside`: the convolution is in no checkpoint.
+        // `outside`: the convolution is in no checkpoint. The pair is (number of input values, pixels of the result).
         saved.outside(|saved| saved.conv(&self.conv, (larger_area * channels, larger_area)));
     }
 }

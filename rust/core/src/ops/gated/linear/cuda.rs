@@ -76,7 +76,8 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
 }
 
 /// Returns the kernel's name without `_forward` or `_backward`, its argument for the products, and the launch shape.
-/// The result of the unit has `rows` rows and `width` columns.
+/// The result of the unit has `rows` rows and `width` columns. `late.hidden` has x Aᵀ of all adapters side by side;
+/// `ranks` of a product is the first of its columns there, and their number.
 fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
     // The features and the gate. A half without a product keeps null addresses.
