@@ -55,8 +55,8 @@ fn run(
     with_gradients: bool,
 ) -> Result<(Vec<Raw>, [Option<Raw>; 2])> {
     let ids = contiguous(targets.raw())?;
-    // For each chunk, `head.run` calls this closure with the logits and the range of rows. The closure returns the losses
-    // and the gradient of the logits, from which `head.run` computes the gradients of states and weight.
+    // For each chunk, `head.run` calls this closure with the logits and the range of rows. The closure returns the
+    // losses and, if wanted, the gradient of the logits, from which `head.run` computes those of states and weight.
     head.run(|logits, rows| {
         let (start, length) = (rows.start, rows.len());
         let targets = Targets::new(op, &ids.narrow(0, start, length)?, IGNORE_INDEX)?;
