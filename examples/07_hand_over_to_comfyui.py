@@ -48,8 +48,8 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
         )
     )
     # The run has trained on the small SDXL that the package ships, because `TrainConfig` names no
-    # weights. `verify_adapter` reads the sizes of its layers from `weights`; for an adapter of the
-    # published SDXL, omit `weights`.
+    # weights. `verify_adapter` reads the sizes of this model's layers from `weights`; for an
+    # adapter of the published SDXL, omit `weights`.
     weights = families.find("sdxl").default_weights()
     report = tc.verify_adapter(run.adapter_path, "sdxl", weights)
     for tool in report.tools:

@@ -134,7 +134,7 @@ for name, (_, _, count) in KINDS.items():
         for streamed, resident in zip(found, expected, strict=True):
             np.testing.assert_array_equal(streamed, resident)
 """
-    # Limits in bytes.
+    # Limits in bytes: no pinned memory at all, and a little of it.
     for limit in ("0", "300000"):
         environment = {**os.environ, "TRAINABLE_CANDLE_PINNED_BYTES": limit}
         command = [sys.executable, "-c", code]

@@ -8,7 +8,8 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// Returns the descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. For an operand whose summed
+// Returns the descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. A row of a tile is ROW_BYTES (128)
+// bytes, 64 values; SQUARE_BYTES is the size of a tile of 64 rows. For an operand whose summed
 // values run across the rows of its tiles, the tile of the next 64 columns begins SQUARE_BYTES later. This distance is unused
 // if the summed values run along the rows.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
@@ -160,7 +161,9 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
         for (int step = work.begin; step < work.end; ++step) {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier(), right = pipeline.address() + LEFT_BYTES;
-            // The windows go only to this block (`false`), the weights to both blocks of the cluster (`true`).
+            // The windows go only to this block (`false`), the weights to both blocks of the cluster (`true`). blockIdx.y is the
+            // phase of the gradient of the input: the remainders of its pixels' coordinates modulo the stride. It is 0 in the
+            // forward pass.
             copy_windows<false>(pipeline.address(), maps.windows[blockIdx.y], barrier, place.block * STEP,
                                 window.x + low_x, window.y + low_y, window.image,
                                 uint16_t(place.b * gather.x.move - low_x), uint16_t(place.a * gather.y.move - low_y));

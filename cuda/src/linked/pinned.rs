@@ -7,8 +7,8 @@ use super::memory::{Status, check};
 
 /// The number of bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// The largest number of pieces of a ring, the pieces that the copies of a stream use in turn. While the GPU reads or writes some of
-/// them, the host can use another.
+/// The largest number of pieces of a ring. A ring has the pieces that the copies of a stream use in turn: while the GPU reads or writes
+/// some of them, the host can use another.
 pub(crate) const PIECES: usize = 4;
 
 /// A piece of pinned memory, and an event that marks the end of the GPU's last use of the memory. Memory and event are never freed.

@@ -60,7 +60,10 @@ def adapter_and_image(weights: Path, images: Path, output: Path) -> tuple[Path, 
 def test_a_file_with_all_parts_of_sd3_trains_and_draws_as_its_folder(
     folder: Path, file: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """The adapters of both runs, and the images drawn with them, have equal bits."""
+    """The adapters of both runs, and the images drawn with them, have equal bits.
+
+    `sdxl_folder` has the images and captions to train on.
+    """
     assert {name.partition(".")[0] for name in tc.load_file(file)} == {
         "model", "first_stage_model", "text_encoders",
     }  # fmt: skip

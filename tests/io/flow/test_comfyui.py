@@ -52,7 +52,8 @@ def test_comfyui_merges_the_same_weights(
     linear = {name for name, value in base.items() if name.endswith(".weight") and value.ndim == 2}
     assert linear <= {f"{layer}.weight" for layer in slices}
     path = tmp_path / "adapter.safetensors"
-    # The default format has diffusers' names, by which ComfyUI does not know these layers.
+    # The default format has diffusers' names, by which ComfyUI does not know the layers in
+    # `family.native`.
     exclude = [] if format else list(family.native)
     attach(model, kind, exclude_modules=exclude).save(path, format=format)
     tensors = {name: tensor.numpy() for name, tensor in tc.load_file(path).items()}

@@ -110,6 +110,8 @@ def drafts_of(
 ) -> tuple[Draft, ...]:
     """Return the texts of an example: two for a preference, else one.
 
+    `train_on` says what to learn: `answers`, `last-answer` or `all`; see `tokens_of`.
+
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more
             messages follow.

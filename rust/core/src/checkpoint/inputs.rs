@@ -102,7 +102,8 @@ fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
         && !tensor.raw.device().is_cpu()
 }
 
-/// Keeps an input on its device. The input of an inner checkpoint becomes a slot of the outer checkpoint.
+/// Keeps an input on its device. In the function of an outer checkpoint, this keeps no memory: the result refers to a
+/// numbered slot, which the outer checkpoint fills with the input when it recomputes.
 fn keep(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }

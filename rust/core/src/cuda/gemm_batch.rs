@@ -1,5 +1,5 @@
 //! Many products at once. One call of cuBLAS computes up to 160 products that have the same sizes, layouts, dtypes and
-//! factors. It reads the addresses of their matrices from a table in device memory.
+//! scalar factor `alpha`. It reads the addresses of their matrices from a table in device memory.
 
 use std::ffi::c_void;
 

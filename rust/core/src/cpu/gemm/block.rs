@@ -117,7 +117,8 @@ where
         let [rows, columns] = block_size(shape, [self.m, self.n], threads.div_ceil(batch));
         let grid = [self.m.div_ceil(rows), self.n.div_ceil(columns)];
         let blocks = grid[0] * grid[1];
-        // The number of blocks in a task: about MIN_WORK multiply-adds, at least one block.
+        // The number of blocks that a thread takes at once, as one range: about MIN_WORK multiply-adds, at least one
+        // block.
         let grain = if threads == 1 { batch * blocks } else { (MIN_WORK / (work / blocks).max(1)).max(1) };
         let this = &self;
         pool::par_ranges(batch * blocks, grain, |range| {
