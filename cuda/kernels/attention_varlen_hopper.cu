@@ -1,10 +1,13 @@
 // The attention of attention_varlen.cu on compute capability 9.0, forward and backward (compiled for sm_90a only), with the same operands
-// and spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples
-// of 16 bytes, and a scale above 0.
+// and spans: of spans (2, rows), row 0 has the first key that each query sees, row 1 the end (exclusive) of the queries that see each key.
+// A query sees no key after its own position. The kernels take f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128),
+// pointers and strides that are multiples of 16 bytes, and a scale above 0.
 //
 // The packed row has rows = shape.queries positions, each with a query and a key, and heads = shape.heads heads of queries. `group` is the
-// number of heads of queries that share a head of keys. `maps` are as in attention_hopper.cu, with a batch of 1; each map has the number of
-// heads of its tensor. `Queue` (include/attention/hopper/queue.cuh) divides the work of the forward pass.
+// number of heads of queries that share a head of keys. `maps` are the tensor maps through which the kernels copy tiles of q, k, v and the
+// other matrices; they are as in attention_hopper.cu, with a batch of 1, and each map has the number of heads of its tensor. log_sums
+// (heads, rows) is ln Σ e^score over the keys that a query sees. `Queue` (include/attention/hopper/queue.cuh) divides the work of the
+// forward pass.
 //
 // In the backward pass, a tile has M = 128 (w64) or 64 (w128) queries, and `blocks` is the number of multiprocessors. An item is a tile of
 // 128 keys of one head of keys. Its steps are the tiles of queries that see some of these keys, of all heads that share them. `Shares`
@@ -36,9 +39,9 @@
         HopperForward<type, w, 128, groups, Queue>{maps, shape, queue, shared_address(shared)}.run(log_sums, nullptr);             \
     }
 
-// attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: prepares the backward pass. Writes plan; statistics (heads, ceil(rows / M), 2,
-// M) and turns (heads, ceil(rows / M)) are as in attention_hopper_statistics_*: turns become zero, and are the counters by
-// which blocks take turns to add to a tile of dq.
+// attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: prepares the backward pass. Writes plan, and statistics (heads, ceil(rows / M),
+// 2, M): for each tile, log_sums / ln 2 of its M queries, then the sum of o ∘ d_o over the columns of each. Sets turns (heads,
+// ceil(rows / M)) to zero: these are the counters by which blocks take turns to add to a tile of dq.
 // Grid (1 + heads * ceil(rows / M)), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \

@@ -31,7 +31,8 @@ def rates(scheduler: Any, steps: int = 30) -> list[list[float]]:
 
 
 # Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer;
-# `e` is an epoch, the number of steps of the scheduler so far.
+# `e` is an epoch, the number of steps of the scheduler so far. The numbers are torch's positional
+# parameters, such as factors, numbers of epochs and milestones; their values are arbitrary.
 
 
 def chained(s: Any, o: Any) -> Any:
@@ -244,6 +245,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     other = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
     unfit = [
         {name: value for name, value in state.items() if name != "last_epoch"},
+        # The state of the second scheduler is incomplete.
         state | {"schedulers": [state["schedulers"][0], {"last_epoch": 3}]},
     ]
     for wrong in unfit:

@@ -148,6 +148,7 @@ def test_the_role_developer_becomes_system_in_templates_without_it() -> None:
 
 
 def test_damaged_templates_are_reported(tmp_path: Path) -> None:
+    # A list must have named templates, as NAMED has.
     path = write_folder(tmp_path, ["x"])
     with pytest.raises(WeightsFormatError, match=r"tokenizer_config.json has a chat_template that"):
         ChatTokenizer.from_pretrained(path)

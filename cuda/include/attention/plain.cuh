@@ -2,7 +2,8 @@
 // Arithmetic is in f32, or in f64 for f64. Scores are computed tile by tile, for `PLAIN_TILE` queries and as many keys. A block computes
 // `PLAIN_COLUMNS` columns of a tile of rows of the result or of a gradient. If there are more columns, several blocks compute the same
 // scores. `VisibleKeys` tells which keys a query sees, and how many heads of queries share a head of keys (group).
-// Its `HAS_SPANS` is false if a query sees all keys that `AttentionShape` allows; then `first_key` is 0 for every query.
+// `Task` (shape.cuh) is the work of a block: the tile `tile` of the head `head` of `batch`; `index` counts the heads over (batch, heads).
+// `HAS_SPANS` of `VisibleKeys` is false if a query sees all keys that `AttentionShape` allows; then `first_key` is 0 for every query.
 #pragma once
 
 #include "shape.cuh"
@@ -121,8 +122,9 @@ __device__ void write_panel(T *tensor, const Strides &strides, const Task &task,
         }
 }
 
-// Computes o and log_sums (see attention.cu). As keys are processed tile by tile, `base` is the highest score of each query so far,
-// `total` the sum of e^(score - base), and `factor` what multiplies the earlier sums when `base` rises.
+// Computes o and log_sums (batch, heads, queries), ln Σ e^score over the keys that a query sees. As keys are processed tile by tile, `base`
+// is the highest score of each query so far, `total` the sum of e^(score - base), and `factor` what multiplies the earlier sums when `base`
+// rises.
 template <typename T, class VisibleKeys>
 __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o, Acc<T> *log_sums, const Strides &q_strides,
                                         const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -184,8 +186,8 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
 // Which gradient a kernel computes.
 enum class GradientOf { query, key, value };
 
-// Computes the gradient of q, k or v from log_sums and delta. `first` is the first row of the block's tile: a query for the gradient of
-// q, a key for the others.
+// Computes the gradient of q, k or v from the gradient of o (d_o), log_sums and delta (of `attention_delta` below). `first` is the first
+// row of the block's tile: a query for the gradient of q, a key for the others.
 template <typename T, GradientOf OF, class VisibleKeys>
 __device__ void attention_plain_backward(const T *q, const T *k, const T *v, const T *d_o, const Acc<T> *log_sums, const Acc<T> *delta,
                                          T *grad, const Strides &q_strides, const Strides &k_strides, const Strides &v_strides,

@@ -2,7 +2,8 @@
 
 An entry of the cache is a safetensors file with a checksum, so that damage is detected.
 
-The facts of a file are texts by name, in the part `__metadata__` of its header.
+The facts of a file are texts by name, such as the entry's key, in the part `__metadata__` of the
+file's header.
 """
 
 from __future__ import annotations

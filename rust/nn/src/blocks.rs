@@ -11,8 +11,9 @@ use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
 /// The largest number of stretches (groups of consecutive blocks) into which [nested](Blocks::nested) blocks are
-/// divided. Each stretch is one checkpoint: the backward pass recomputes its blocks together. With three stretches, the
-/// recomputed results of one stretch need less memory than the results that the layers around the blocks keep.
+/// divided. Each stretch is one checkpoint: the backward pass recomputes its blocks together, so their recomputed
+/// results are in memory at the same time. With three stretches, these results need less memory than the results that
+/// the layers around the blocks keep.
 const STRETCHES: usize = 3;
 
 /// The checkpointing policy of a model's blocks, or of its first blocks.
@@ -139,8 +140,9 @@ impl<B> FromIterator<B> for Blocks<B> {
 impl<B> Blocks<B> {
     /// Mark the blocks as nested in a network whose other layers keep more for the backward pass than several of these
     /// blocks keep together. Under [`Policy::Full`] the backward pass then recomputes [`stretch`](Self::stretch) blocks
-    /// at a time. So the tape needs less memory: it keeps one input for each stretch instead of one for each block. The
-    /// recomputed results of a whole stretch fit into the memory of what the other layers kept.
+    /// at a time. So the tape needs less memory: it keeps one input for each stretch instead of one for each block. In
+    /// return, the results of a whole stretch are recomputed at once. They fit into the memory that the backward pass
+    /// has already freed: that of what the later layers of the network kept.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -170,7 +172,7 @@ impl<B> Blocks<B> {
     /// The number of blocks that the backward pass recomputes together under a policy that recomputes everything. The
     /// number is 1 unless the blocks are [nested](Self::nested). It is also 1 if weights are streamed, because weights
     /// are copied one block at a time, and under [`Policy::Offloaded`], because the blocks' inputs then take no memory
-    /// of the device.
+    /// of the device, so that keeping fewer of them would save none.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.state.streams() && self.state.checkpointing().policy != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)

@@ -42,9 +42,9 @@ pub(super) unsafe fn fill_rows<T: Elem>(
     result
 }
 
-/// An array with the at most [`LANES`] `results`, filled up with `neutral`. This loop computes the results, and another
-/// ([`join`]) joins them to the partial sums: the compiler vectorises two simple loops for every element type, but not
-/// a single loop that does both.
+/// An array of the `results`, of which there are at most [`LANES`], filled up with `neutral`. This loop computes the
+/// results, and another ([`join`]) joins them to the partial sums: the compiler vectorises two simple loops for every
+/// element type, but not a single loop that does both.
 #[inline(always)]
 fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     let mut stage = [neutral; LANES];
@@ -86,8 +86,8 @@ fn larger<R: Real>(a: R, b: R) -> R {
 }
 
 /// Joins the results of `f` for all elements of a row by `operation`, whose neutral element is `neutral`. Lane i joins
-/// the elements i, i + [`LANES`], i + 2 [`LANES`] and so on. It begins with the last of them if the end of the row is
-/// an incomplete chunk, and goes on from the start of the row. Then the lanes are folded to one value.
+/// the elements i, i + [`LANES`], i + 2 [`LANES`] and so on. If the row ends with an incomplete chunk, the lanes begin
+/// with the elements of this chunk, and go on from the start of the row. Then the lanes are folded to one value.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);

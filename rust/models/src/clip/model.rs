@@ -222,6 +222,7 @@ impl Model for CLIPTextModel {
         self.token_embedding.dtype()
     }
 
+    /// Adds to `saved`, an estimate of memory, what the tape keeps of a forward pass of one sample.
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
     }

@@ -71,7 +71,8 @@ pub struct Average<C> {
 /// The kernels of a rule, in the files `optim*.cu` of `kernels/`.
 #[derive(Clone, Copy)]
 pub struct Kernels<C> {
-    /// The kernel `<prepare>_prepare` begins a step.
+    /// The kernel `<prepare>_prepare` begins a step: it computes the coefficients of the update from the
+    /// hyper-parameters of each group.
     pub prepare: &'static str,
     /// The kernel that updates variables without 8-bit states: `<step>_step` (`<step>_rounded` for variables that are
     /// rounded stochastically), or `step` itself if the rule is not elementwise.

@@ -166,6 +166,7 @@ fn wrong_ids_dimensions_and_weights_are_errors() {
     assert!(matches!(x.index_select(&numbers(&[2]), 0), Err(Error::DType { .. })));
     assert!(matches!(x.index_select(&ids_from(&[0], &[1, 1]), 0), Err(Error::Shape { .. })));
     assert!(matches!(x.index_select(&ids_from(&[0], &[1]), 2), Err(Error::Index { .. })));
+    // The ids of `gather` must have as many dimensions as `x`, and here at most its 2 columns.
     assert!(matches!(x.gather(&ids_from(&[0], &[1]), 0), Err(Error::Shape { .. })));
     assert!(matches!(x.gather(&ids_from(&[0; 3], &[1, 3]), 0), Err(Error::Shape { .. })));
     assert!(matches!(embedding(&numbers(&[3]), &ids_from(&[0], &[1])), Err(Error::Shape { .. })));

@@ -101,7 +101,8 @@ impl<'a> Affine<'a> {
     }
 
     /// Saves those of scale and shift that the backward pass reads. A backward pass that recomputes the norm's result
-    /// (`recomputes`) reads both; any other reads only the scale, for the gradient of `x`, which is input 0.
+    /// (`recomputes`) reads both; any other reads only the scale, for the gradient of `x`, which is input 0. `hold`
+    /// keeps parameters: unlike what `save` keeps, they do not count as saved memory.
     fn save(&self, saver: &mut Saver<'_>, recomputes: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
