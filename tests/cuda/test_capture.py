@@ -200,6 +200,8 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
             returns_cpu_tensor(x)
         except tc.DeviceError as error:
             assert "output 0 is on the CPU" in str(error)
+        else:
+            raise AssertionError
         for wrong in (lambda x: 3, lambda x: [x, "text"]):
             try:
                 tc.cuda.capture(wrong, [x])(x)
