@@ -32,7 +32,8 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     normalize<T, N, KIND>(x, residual, sum, affine, mean, rstd, rows, len, sharing, eps, shared, write);
 }
 
-// Writes the gradient plus `before`, rounded once to T. A null `before` means zeros.
+// Writes to dx the gradient of x through the norm plus `before`, the gradient that x already has from its other uses. The sum is
+// rounded once to T. A null `before` means zeros.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,

@@ -1,4 +1,4 @@
-"""The output folder of a demo: the next demo in it removes what the demo before has trained."""
+"""The output folder of a demo: a new demo removes what an earlier demo has trained there."""
 
 from __future__ import annotations
 

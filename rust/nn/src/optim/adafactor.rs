@@ -72,10 +72,11 @@ impl Rule for AdafactorRule {
     const UPDATE: Update<AdafactorConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<AdafactorConfig, f64>> = Some(update::<f64>);
     const KERNELS: Option<Kernels<AdafactorConfig>> = Some(Kernels {
+        // The kernel `whole_prepare` begins a step, and no other kernel runs before `adafactor_step`.
         prepare: "whole",
         step: "adafactor_step",
-        // Between `prepare` and `step` no kernel runs, and no state has 8 bits.
         before: &[],
+        // No state has 8 bits.
         step_8bit: None,
         settings: |config| Settings {
             lr: config.lr,

@@ -60,6 +60,8 @@ impl<T: Real> WithSimd for Outer<T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = lanes::<T, S>();
+        // The columns for which a tile has accumulators: tiles exist only for multiples of 4, and the panel of `b` is
+        // padded to one.
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
         // The number of registers for the rows of one column of a tile. A tile has `vectors * columns` accumulators,

@@ -38,9 +38,11 @@ pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_f
 pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<Tensor> {
     group.check(SWIGLU_FEED_FORWARD.name, x)?;
     if !is_fused(x, group, last)? {
+        // `recomputed`: the unit is not saved; the backward pass computes it again.
         return linear_group(&swiglu_linear_group(x, group)?.recomputed(), last);
     }
     let inner = group.low_ranks(x.dtype())?;
+    // `after`: among the inputs of the fused operation, the factors of `outer` follow those of `inner`.
     let outer = last.low_ranks(x.dtype())?.after(&inner);
     let inputs: SmallVec<[&Tensor; 7]> = std::iter::once(x).chain(inner.factors()).chain(outer.factors()).collect();
     // On CUDA, the low-rank products of the inner maps are late: they are not added to y in memory. The kernels that
