@@ -217,7 +217,8 @@ def test_comfyui_loads_what_verify_says(
     except tc.ArgumentError as error:
         pytest.skip(f"{format} cannot represent {kind}: {error}")
     report = tc.verify_adapter(path, weights=SDXL)
-    # `good` asks whether ComfyUI applies every module as it was trained.
+    # `good` asks whether ComfyUI applies every module as it was trained. Of files of SDXL in the
+    # format "diffusers", it ignores the UNet's attention; of the format "peft", it ignores all.
     assert report.good == (format in {"kohya", "comfyui"})
     record_property("error", comfyui.check(path, report, _COMFYUI, checkpoint))
     record_property("ignored", sum("ComfyUI" in m.ignored_by for m in report.modules))
