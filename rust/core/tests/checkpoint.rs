@@ -70,6 +70,7 @@ fn the_policies_none_full_and_selective_give_the_same_gradients_bit_for_bit() ->
     for policy in [Policy::None, Policy::Full, Policy::Selective] {
         let inner = block.clone();
         let y = checkpoint_with(policy, move |xs| Ok(vec![inner.forward(&xs[0])?]), &[&x])?.remove(0);
+        // The gradient of the result is ones, and `false` means that the graph is not retained; also in the tests below.
         y.backward_with(Some(&ones_like(&y)), false)?;
         let found = (bits(&y), block.gradients(&x));
         assert_eq!(*expected.get_or_insert_with(|| found.clone()), found, "{policy:?}");

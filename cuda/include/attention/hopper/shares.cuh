@@ -47,7 +47,7 @@ template <int M> struct Shares {
     }
 
     // `places`: the number of places of the items of one head of keys that come before tile `tile`. `all_places`: the number of places of
-    // all items.
+    // all items. `spans.group()` is the number of heads of queries that share a head of keys.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // The number of places in a block's share. The shares of the last blocks may be shorter, or empty.

@@ -17,7 +17,7 @@ static NARROW: OpInfo = OpInfo::cheap("narrow");
 static STRIDED: OpInfo = OpInfo::cheap("slice");
 static CAT: OpInfo = OpInfo::cheap("cat");
 
-// In the backward passes below, index 0 is the only input of the operation.
+// In the backward passes below, index 0 is the only input of the operation; `cat` alone has several inputs.
 
 /// The field is the shape of the input.
 struct ReshapeBackward(Shape);
@@ -416,6 +416,7 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("", &[&[3, 5]], |x| x[0].narrow(1, 1, 3)),
                 Case::new("chunks", &[&[3, 5]], |x| {
+                    // The parts have three and two columns.
                     let parts = x[0].chunk(2, 1)?;
                     parts[0].narrow(1, 0, 2)?.mul(&parts[1])
                 }),

@@ -105,6 +105,7 @@ impl EMA {
     /// [`Error::Argument`] while the averages replace the variables' values; [`Error::Device`] if a captured function
     /// updates twice in one call.
     pub fn update(&mut self) -> Result<()> {
+        // `read`, not `get`: a captured update depends on this value.
         if self.is_swapped_in.read() {
             return Err(Error::argument(
                 OP,
@@ -217,6 +218,7 @@ impl EMA {
                 "load_state_dict: {OP}: found the state {name:?}, which these averages do not have"
             )));
         }
+        // Within a captured function, this fails, so it comes before the first average changes.
         self.updates.set(updates)?;
         for (view, average) in views.iter().zip(averages) {
             copy_into(view, average.raw())?;

@@ -10,7 +10,7 @@ use super::cuda::LossScale;
 pub struct Guard<'a> {
     /// A norm of the gradients. If it is infinite or NaN, the step is skipped.
     pub(super) norm: Option<&'a Tensor>,
-    /// The loss scale, by which the step divides the gradients.
+    /// The loss scale, by which the step divides the gradients. Only the gradient scaler of this crate sets it.
     pub(super) loss_scale: Option<&'a LossScale>,
 }
 

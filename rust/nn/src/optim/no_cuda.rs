@@ -81,10 +81,12 @@ impl OnDevice {
         unavailable()
     }
 
+    /// Takes over the states, steps and settings of the groups, and the seed.
     pub fn take<R: Rule>(&mut self, _groups: &mut [Group<R::Config>], _seed: Option<u64>) -> Result<()> {
         match self.0 {}
     }
 
+    /// Tells whether the group would have the same states with other hyper-parameters.
     pub fn states_are<R: Rule>(&self, _groups: &[Group<R::Config>], _index: usize, _config: &R::Config) -> bool {
         match self.0 {}
     }
@@ -123,6 +125,7 @@ impl OnDevice {
         match self.0 {}
     }
 
+    /// Invalidates the device state for all later steps.
     pub fn retire(&self) -> Result<()> {
         match self.0 {}
     }

@@ -49,8 +49,8 @@ impl Activation {
     }
 }
 
-/// Computes `[before | f(x[..., start:])]` from `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`. The
-/// activation f turns the W - `start` columns into n. Without `before`, D is 0. Saves `x` alone.
+/// Computes `[before | f(x[..., start:])]`, of shape (..., D + n), from `x (..., W)` and, if given, `before (..., D)`.
+/// The activation f turns the W - `start` columns into n. Without `before`, D is 0. Saves `x` alone.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes do not fit together, if W is less than `start`, or, for SwiGLU, if W - `start` is

@@ -161,6 +161,9 @@ impl DoubleBlock {
             self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
         // The block has a checkpoint of its own: no other block is recomputed together with it.
         let joins_previous = false;
+        // The first argument is the number of input values that the checkpoint keeps. `keep_product` counts results of
+        // matrix products, which selective checkpointing keeps in any case; `keep_cheap` counts results that it
+        // recomputes.
         saved.block((area + length) * dim, joins_previous, |saved| {
             // The norms before the joint attention keep their inputs.
             saved.keep((area + length) * dim);

@@ -91,7 +91,8 @@ fn apply<const SILU: bool>(
 struct GroupNormBackward<const SILU: bool> {
     op: &'static str,
     size: Size,
-    /// `None` if only the gradient of the shift is needed, and computing it needs no saved values.
+    /// The saved `x` and statistics. `None` if only the gradient of the shift is needed, and computing it needs no saved
+    /// values.
     reads: Option<Reads>,
     affine: SavedAffine,
 }
@@ -102,7 +103,7 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let grad = contiguous(context.grad())?;
         let Some(Reads { x, rstd, mean: Some(mean) }) = &self.reads else {
             // Nothing was saved, because only the gradient of the shift is needed. If group norm saves anything, it
-            // also saves the mean.
+            // also saves the mean. All positions of all samples have the same shift, so they count as one sample.
             return self
                 .affine
                 .add_shift_only(context, &grad.reshape((1, size.batch * size.positions, size.channels))?);

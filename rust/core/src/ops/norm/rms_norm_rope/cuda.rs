@@ -107,7 +107,8 @@ pub(super) fn backward(
 ) -> Result<()> {
     let [weight, _] = norm.affine.parameters()?;
     let mut grads = gradients(saved, weight.as_ref(), rotation, &norm.affine.wanted(context))?;
-    // The dimensions of the input's gradient are in the order of the rows in memory, and must be swapped back.
+    // `norm.order` describes in which order the input has the dimensions of heads and positions in memory. The gradient
+    // of the input is in this order, and its dimensions must be swapped back.
     if let Some(grad) = grads.input.take() {
         let input = 0;
         context.add(input, norm.order.swap(&grad)?)?;
