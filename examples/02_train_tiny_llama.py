@@ -141,7 +141,8 @@ def tensors(batch: Packed) -> dict[str, tc.Tensor]:
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of 256 byte tokens and three special tokens, with the chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    merges: list[tuple[str, str]] = []  # none, so every byte stays a token of its own
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)

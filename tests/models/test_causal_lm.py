@@ -105,7 +105,7 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
     for layer, state in zip(layers, states, strict=True):
         (alone,) = model.hidden_states(ids, layers=[layer])
         np.testing.assert_array_equal(state.numpy(), alone.numpy())
-    # 0 layers give the embeddings.
+    # `states[1]` is the state after 0 layers (`layers[1]` is 0): the embeddings.
     embedding = model.named_tensors()["model.embed_tokens.weight"].numpy()
     np.testing.assert_array_equal(states[1].numpy(), embedding[ids.numpy()])
 
@@ -140,6 +140,7 @@ def test_hidden_states_of_padding_are_zeros_and_padding_changes_no_others(family
     mask[0, :7] = 0
     padded = model.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
     assert not padded[0, :7].any()
+    # The second text has no padding, so its states stay the same.
     expected = model.hidden_states(ids, layers=[1])[0].numpy()
     np.testing.assert_allclose(padded[1], expected[1], atol=1e-5)
 

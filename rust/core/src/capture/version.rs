@@ -71,7 +71,7 @@ impl Repeat for Following {
     }
 
     fn still_holds(&self) -> bool {
-        // False if the variable has changed after this update.
+        // False if the variable has changed after this update. Replays then do not repeat the update.
         self.0.is_at(&self.1)
     }
 

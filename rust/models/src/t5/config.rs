@@ -126,8 +126,8 @@ impl T5Config {
         if buckets < 4 {
             return wrong(format!("relative_attention_num_buckets is {buckets}, expected 4 or more"));
         }
-        // `exact` is the number of distances that have a bucket of their own in each direction. Farther distances share
-        // buckets.
+        // Each direction has half of the buckets. Half of these, `exact`, are for one distance each; farther distances
+        // share the others.
         let (furthest, exact) = (self.relative_attention_max_distance, buckets / 4);
         if furthest <= exact {
             return wrong(format!(

@@ -21,7 +21,7 @@ pub(super) struct Tiling {
 
 impl Tiling {
     /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. One of these numbers is
-    /// a multiple of the other. Neighbouring tiles overlap by a quarter of the side, rounded down to whole latents.
+    /// a multiple of the other; the smaller one counts latents. Neighbouring tiles overlap by a quarter of the side, rounded down to whole latents.
     pub fn new(tile: usize, result: usize) -> Self {
         let latents = tile.min(result);
         let overlap = latents / 4;

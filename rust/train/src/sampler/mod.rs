@@ -11,6 +11,7 @@
 //! let (steps, karras) = (20, false);
 //! let mut sampler = SamplerKind::DpmSolver.start(&NoiseSchedule::sdxl()?, steps, karras)?;
 //! let noise = Tensor::randn(0.0, 1.0, (1, 4, 8, 8), DType::F32, &Device::Cpu)?;
+//! // The closure stands in for a model.
 //! let latents = sample(&mut *sampler, &noise, |x, _timestep| x.mul_scalar(0.9))?;
 //! assert_eq!(latents.dims(), [1, 4, 8, 8]);
 //! # Ok::<(), trainable_candle_core::Error>(())

@@ -221,7 +221,8 @@ pub(super) fn normed() -> Vec<Case> {
         ),
         case("wider heads", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BASE }),
         case("one token", &[&[2, 1, 36]], BASE),
-        // The product reads columns 26 to 37: most of the values (columns 24 to 35), and the columns after them.
+        // Attention and the product both read the projection, so its gradient is a sum of two. The product reads
+        // columns 26 to 37: most of the values (columns 24 to 35), and the columns after them.
         Case::new("projection read twice", &[&[2, 5, 38]], move |x| BASE.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
             .plain(move |x| BASE.plain(x)?.mul(&x[0].narrow(2, 26, 12)?)),
         Case::new("no tokens", &[&[2, 0, 36]], move |x| BASE.run(x)),
