@@ -123,7 +123,7 @@ class Chats:
         rng = generator(SEED, "items", index)  # its own stream of numbers for each batch
         tasks = list(words.TASKS)
         chosen = rng.integers(len(tasks), size=EXAMPLES)
-        drawn = words.words(rng, EXAMPLES)
+        drawn = words.words(rng, EXAMPLES)  # never words that are held out
         examples = [self._tokens(tasks[t], word) for t, word in zip(chosen, drawn, strict=True)]
         return joined([examples])  # one row
 

@@ -30,8 +30,8 @@
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
 //   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
 //
-// addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels); see ConvAddend. The kernel does not add it to
-// partials; `conv2d_sum` must.
+// addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels), of which `sharing` consecutive pixels get the
+// same row; see ConvAddend. The kernel does not add it to partials; `conv2d_sum` must.
 //
 // `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros for elements outside the tensor
 // (FLOAT_OOB_FILL_NONE).

@@ -83,6 +83,7 @@ def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
 
 
 def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
+    # Unlike products of e4m3, this one takes the kernel although its few tiles do not fill the GPU.
     found = calls(cuda, FORMAT="int8", DTYPE="bf16", ROWS="77")
     product = "product_of_codes_int8_n80_bf16"
     assert found["forward"] == (["quantize_rows_bf16", product], [])

@@ -16,6 +16,8 @@
 //! assert_eq!(latents.dims(), [1, 4, 8, 8]);
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
+//!
+//! For rectified flow there are functions instead: [`euler`] runs the whole sampler.
 
 mod dpm_solver;
 mod euler;
