@@ -2,9 +2,9 @@
 // codes, so no kernel needs to write the normalized values themselves.
 //
 // The codes are those that norm.cu followed by codes.cu would make, because the kernel first rounds the normalized values to T, the dtype
-// of the two tensors. A team of up to TEAM threads works on a row (rows.cuh). A thread holds up to NORM_HELD packs of the row in registers;
-// a pack is WIDE<T> neighbouring elements. `len` must be a multiple of 16, and at most NORM_HELD · TEAM · WIDE: then the threads of the
-// largest team hold a whole row in registers. All tensors must begin at a 16-byte boundary.
+// of the two tensors. A team of blockDim.x threads, at most TEAM, works on a row (rows.cuh). A thread holds up to NORM_HELD packs of the
+// row in registers; a pack is WIDE<T> neighbouring elements. `len` must be a multiple of 16, and at most NORM_HELD · TEAM · WIDE: then the
+// threads of the largest team hold a whole row in registers. All tensors must begin at a 16-byte boundary.
 #include "codes/round.cuh"
 #include "norm_rows.cuh"
 

@@ -2,12 +2,12 @@
 // on the CPU, operation by operation, so that parameters and states are equal bit for bit. Products and sums are written as intrinsics:
 // the compiler would fuse the operators * and + into fused multiply-adds, which round differently.
 //
-// A step launches <optimizer>_prepare, and then `<optimizer>_step_*` (or <optimizer>_rounded_bf16) for all pieces. The two names are not
-// always the same: adam_step_* follows adam_prepare or adamw_prepare, and small_adam_step_* follows adam_8bit_prepare. Clipping launches
-// gradient_norm_* (once for each vector of gradients), gradient_clip and gradient_scale_* (gradient.cu) before the step. Loss scaling
-// launches gradient_norm_max_* and gradient_clip before the step, and loss_scale_update after it. No argument of a launch changes from
-// step to step: the learning rate is in `Settings` on the device, and the kernels count the steps and compute everything else. So a CUDA
-// graph that captured a step can be replayed.
+// A step launches <optimizer>_prepare, and then `<optimizer>_step_*` (or <optimizer>_rounded_bf16) for all pieces (each has up to 1024
+// consecutive elements of the parameters). The two names are not always the same: adam_step_* follows adam_prepare or adamw_prepare, and
+// small_adam_step_* follows adam_8bit_prepare. Clipping launches gradient_norm_* (once for each vector of gradients), gradient_clip and
+// gradient_scale_* (gradient.cu) before the step. Loss scaling launches gradient_norm_max_* and gradient_clip before the step, and
+// loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings` on the device, and the
+// kernels count the steps and compute everything else. So a CUDA graph that captured a step can be replayed.
 #include "optim.cuh"
 
 // The functions *_coefficients compute the coefficients of one step (its number is `step`, from 1) from `at`, the settings of a group of
@@ -66,7 +66,8 @@ static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double
 static __device__ Coefficients sgd_coefficients(const Settings &at, double step) {
     Coefficients to{};
     to.decay = 1.0f;
-    // `at.beta1` is the momentum, `at.beta2` the dampening. In the first step, the buffer becomes the gradient, without dampening.
+    // `at.beta1` is the momentum, `at.beta2` the dampening. In the first step, the buffer becomes the gradient, without dampening. The
+    // field `to.beta1` is the momentum in the update of the buffer, and `to.beta2` the momentum in Nesterov's update of the parameter.
     to.beta1 = step == 1.0 ? 0.0f : static_cast<float>(at.beta1);
     to.gain1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - at.beta2);
     to.beta2 = static_cast<float>(at.beta1);
@@ -123,7 +124,8 @@ DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
-// Four neighbouring values of a state, in f32 while a kernel works on them.
+// Four neighbouring values of a state, in f32 while a kernel works on them. `<true>` means one access for all four values: the states are
+// aligned for it.
 template <typename S> struct StateQuad {
     S *pointer;
     float values[QUAD];
@@ -264,7 +266,8 @@ static __device__ __forceinline__ void step(const Piece *pieces, const Segment *
     }
 }
 
-// One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
+// One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the parameters' 16-bit copy>, for f32_bf16,
+// f32_f16, bf16_bf16, f16_f16.
 // With gradient g = gain * grads, p = params, and the coefficients of the piece's group:
 //   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
 //         p -= step_size * m / (sqrt(v) / root_correction2 + eps). Unless `largest` is null, largest = max(largest, v), and p's update

@@ -27,9 +27,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
 def test_lora_teaches_the_unseen_digit(demo: DemoResult) -> None:
     verdict = demo.verdict
     assert verdict is not None
-    assert verdict.judge_accuracy > 0.97
+    assert verdict.judge_accuracy > 0.97  # on real images
+    # The shares of samples that the judge takes for the unseen digit, without and with the LoRA.
     assert verdict.share_before < 0.2
     assert verdict.share_after > 0.8
+    # The samples differ from each other at least 0.6 times as much as real images of the digit.
     assert verdict.spread_ratio >= 0.6
     assert verdict.passed
 

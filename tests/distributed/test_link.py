@@ -36,6 +36,7 @@ def together(size: int, work: Callable[[Link], Any], address: Address) -> list[A
 
     def run(rank: int) -> Any:
         try:
+            # The dict has the facts that must be equal in all processes.
             return work(Link(world(rank, size, address), {"version": "1"}))
         except DistributedError as error:
             return error

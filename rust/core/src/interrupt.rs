@@ -24,7 +24,8 @@ const LARGE: usize = 8192;
 
 /// Let long computations call `check` from time to time. Only the first `set_check` of a process has an effect.
 pub fn set_check(check: Check) {
-    // A call that finds a check is no error: one process embeds one program, which sets the same check again.
+    // It is no error if a check is set already: one program embeds this library in a process, and it sets the same
+    // check again.
     let _ = CHECK.set(check);
 }
 

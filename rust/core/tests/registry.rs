@@ -209,6 +209,8 @@ fn nan_is_never_lost() {
     assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Writes NaNs where warps and thread blocks of the CUDA kernels, and vectorized loops, begin and end in a row. The CPU
+/// forms get the same inputs.
 #[test]
 fn nan_is_never_lost_at_edges_of_blocks() {
     nan::is_passed_on_at_edges(&Device::Cpu).unwrap();

@@ -98,7 +98,8 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
 }
 
 // Writes dq from its sums in f32, and dk and dv of split items from their parts. Each of the first blocks takes a tile of M queries; each
-// block after them takes 2048 values of dk or dv of one split item, a tile of KEYS_AT_ONCE keys. Gradients that are null are not written.
+// block after them takes 2048 values (eight for each thread) of dk or dv of one split item. An item is a tile of KEYS_AT_ONCE keys.
+// Gradients that are null are not written.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,

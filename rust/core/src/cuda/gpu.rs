@@ -212,9 +212,10 @@ impl Gpu {
         self.copies.get()
     }
 
-    /// Lets [`stream`](Self::stream) wait for all copies, and counts a meeting of the two streams: code that has made
-    /// copies must then assume that their destinations have changed (see `copies.rs`). To be called where the recording
-    /// of a CUDA graph begins, where it ends, and where a replay begins.
+    /// Lets [`stream`](Self::stream) wait for all copies, and counts a meeting of the two streams. After a meeting,
+    /// code that has made copies must assume that a replay has overwritten their destinations: copies in the graph may
+    /// have the same destinations (see `copies.rs`). To be called where the recording of a CUDA graph begins, where it
+    /// ends, and where a replay begins.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }

@@ -299,7 +299,8 @@ fn for_each_piece<C: Sync, T: Elem, D: Elem>(
 }
 
 impl<'a, C, T, D> Work<'a, C, T, D> {
-    /// Splits the work after `at` elements, a multiple of [`BLOCK_SIZE`].
+    /// Splits the work after `at` elements, a multiple of [`BLOCK_SIZE`], so that no block of an 8-bit state is
+    /// divided.
     fn split_at(self, at: usize) -> (Self, Self) {
         let (param, param_rest) = self.param.split_at_mut(at);
         // `stored` may be empty.

@@ -75,8 +75,8 @@ fn add_cases() -> Vec<Case> {
         case("addend per pixel", [&[2, 3, 4, 3], &[2, 3, 4, 5]], 3, true),
         case("addend per image", [&[2, 3, 4, 3], &[2, 1, 1, 5]], 3, false),
         case("1x1", [&[2, 3, 2, 5], &[2, 3, 2, 3]], 1, true),
-        // These two cases have channels that the kernels for tensor cores support. In the second, these kernels split
-        // the sums over the kernel taps and channels.
+        // These two cases have numbers of channels that the CUDA kernels for tensor cores support. In the second, these
+        // CUDA kernels split each sum over taps and channels among several thread blocks.
         case("tensor cores", [&[2, 5, 7, 8], &[2, 5, 7, 24]], 3, true),
         case("split sums", [&[2, 3, 3, 64], &[2, 1, 1, 24]], 3, true),
         case("no images", [&[0, 4, 4, 3], &[0, 4, 4, 2]], 3, true),
@@ -104,7 +104,8 @@ pub static ENTRIES: &[Entry] = &[
                     &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
                     Conv2dOptions { stride: [3, 4], ..default },
                 ),
-                // Here images are (batch, channels, height, width), and the kernel's axes are the weight's last.
+                // Here images are (batch, channels, height, width), and the weight is (out channels, channels, kernel
+                // height, kernel width). `plain` takes channels-last tensors, so this case is tested without it.
                 Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
                     conv2d_nchw(&x[0], &x[1], x.get(2), padded)
                 }),
