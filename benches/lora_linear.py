@@ -59,7 +59,9 @@ def compare(
 def main() -> None:
     parser = timing.parser(__doc__)
     parser.add_argument(
-        "--rows", action="store_true", help="instead, time 2^12 to 2^20 rows, also by row"
+        "--rows",
+        action="store_true",
+        help="instead, time 2^12 to 2^20 rows, and print times per row",
     )
     options = timing.start(parser)
     if options.rows:

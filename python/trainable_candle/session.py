@@ -168,7 +168,7 @@ class Session:
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
         """Return the training loop of this run."""
         config = self._config
-        # A graph repeats the same operations in every step.
+        # A graph repeats the same operations in every step, so tasks whose steps differ use none.
         cuda_graphs = config.cuda_graphs if self._task.repeats else 0
         return Trainer(
             self._train.loss,

@@ -17,8 +17,8 @@ template <int M> struct RunningSoftmax {
     // For each query row, the sum of the weights 2^(score * scale / ln 2 - base) over the keys whose scores this thread has.
     float sum[M][2];
 
-    // `lowest` is the initial base, below all scaled scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of
-    // the row are then negative infinity, and their difference from an infinite base would be NaN.
+    // `lowest` is the initial base, below all scaled scores. If all keys of a call of `weigh` may be hidden from a row, `lowest`
+    // must be finite: all scores of the row are then negative infinity, and their difference from an infinite base would be NaN.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -163,8 +163,8 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     float result[M][D / 8][4] = {}, correction[M][2];
     const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
         const uint32_t key = step * KEYS;
-        // A tile has hidden keys only if it reaches beyond the last key, begins below `floor` or, with a causal mask, reaches beyond the
-        // warp's first query.
+        // Some of the step's keys are hidden only if they reach beyond the last key, begin below `floor` or, with a causal mask, reach
+        // beyond the warp's first query.
         if (key + KEYS > shape.keys || key < floor || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
             hide<VisibleKeys>(scores, query, key + lane % 4 * 2, shape, first_seen);
         return softmax.weigh(scores, correction, scale);

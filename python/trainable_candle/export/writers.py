@@ -87,6 +87,7 @@ def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -
 
 
 def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
+    # No factors have magnitudes here: `export` writes DoRA for peft alone.
     tensors = {}
     for layer, factors in adapter.filled().items():
         tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))

@@ -102,7 +102,7 @@ class ZImage(FlowFamily[ZImageTexts]):
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
         width = self.facts.parts["text_encoder"].config["hidden_size"]
-        return {"text_encoder": Features(width, self.facts.config["cap_feat_dim"])}
+        return {"text_encoder": Features(produced=width, read=self.facts.config["cap_feat_dim"])}
 
     @property
     def distillation(self) -> str | None:

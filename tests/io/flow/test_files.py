@@ -12,7 +12,9 @@ from trainable_candle.files import safetensors_metadata
 
 from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
-# The errors of saving, by format and kind of adapter (`KINDS`).
+# The errors of saving, by format and kind of adapter. `KINDS` maps the name of each kind to the
+# arguments of its `LoraConfig`: "oft" rotates outputs, "oft_inputs" inputs, and the kinds with
+# "attention" in their names adapt only layers of the attention.
 CANNOT = {
     # Kohya's names are those of the original matrices. Such a matrix combines queries, keys and
     # values, and in single blocks also the first layer of the MLP.
@@ -73,6 +75,8 @@ def test_the_factors_in_the_default_format_include_the_scale(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
     model = family.load()
+    # Leave out the layers that ComfyUI does not know by diffusers' names (`native`): with them, the
+    # report below would not be good.
     adapter = attach(model, "rslora", exclude_modules=list(family.native))
     adapter.save(tmp_path / "adapter.safetensors")
     tensors = tc.load_file(tmp_path / "adapter.safetensors")

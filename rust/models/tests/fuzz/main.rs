@@ -216,7 +216,8 @@ fn damaged_indexes_are_read_or_rejected() {
     std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
     others += small_file(&folder.join("model-00002-of-00002.safetensors"), "unused.").len();
     let path = folder.join("model.safetensors.index.json");
-    // The reader takes from the index only the names of the shards, and the parameters' names from the shards.
+    // The reader takes from the index only the names of the shards, and the parameters' names from the shards. So the
+    // name "a" and the size 4000 are arbitrary. Only a damaged index names the second shard.
     let index = br#"{"metadata": {"total_size": 4000}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
     run("indexes", &path, &[index.to_vec()], others, mutate::json, || loads(folder.path()));
 }
@@ -227,6 +228,7 @@ fn damaged_original_checkpoints_are_read_or_rejected() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = load_golden("sdxl/text_encoder");
+    // `None`: no tensors of another checkpoint are copied.
     save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::WriteOptions::default())
         .unwrap();
     let valid = [std::fs::read(&path).unwrap()];

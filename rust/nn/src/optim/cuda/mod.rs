@@ -209,7 +209,7 @@ impl OnDevice {
             }
         };
         for (slot, (&index, step)) in slots.group_of.iter().zip(steps).enumerate() {
-            // `None`: the slot's counter becomes `step`, instead of that of another slot.
+            // `None`: the slot's counter is set to `step`. `Some(other)` would copy the counter of the slot `other`.
             self.settings.configure(R::NAME, slot, settings::<R>(&groups[index].config, step, seed)?, None)?;
         }
         self.slots.set(slots)?;
@@ -384,9 +384,9 @@ impl OnDevice {
             let (var, place) = (&all[index].var, &self.places[index]);
             let (params, copy) = match &place.master {
                 Some(master) => {
-                    master.refresh(var)?;
+                    master.refresh(var)?; // in case the variable was set outside the optimizer
                     let (same_master, same_var) = (master.clone(), var.clone());
-                    before_replay(move || same_master.refresh(&same_var));
+                    before_replay(move || same_master.refresh(&same_var)); // the same in each replay
                     (master.values.clone(), Some(var.raw().clone()))
                 }
                 None => (var.raw().clone(), half_precision_copy(all[index])),
