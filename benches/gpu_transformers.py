@@ -2,12 +2,12 @@
 
 python benches/gpu_transformers.py [--only flux] [--profile]
 
-Both bases are bf16; `--base-precision` quantizes ours alone. A step is forward, mean squared error,
-backward and the optimizer, with f32 LoRA of rank 16 on the attention of image and text (in FLUX.2,
-also on the MLP layers that are fused with it). Our step is timed without and with a CUDA graph. The
-time with the graph is compared with that of diffusers and peft in eager mode under torch's
-autocast, if they are installed. diffusers recomputes all blocks where our checkpointing is full or
-offload, and nothing otherwise.
+The base is bf16, ours and that of diffusers; `--base-precision` quantizes ours alone. A step is
+forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the attention
+of image and text (in FLUX.2, also on the MLP layers that are fused with it). Our step is timed
+without and with a CUDA graph. The time with the graph is compared with that of diffusers and peft
+in eager mode under torch's autocast, if they are installed. diffusers recomputes all blocks where
+our checkpointing is full or offload, and nothing otherwise.
 """
 
 from __future__ import annotations
