@@ -5,9 +5,9 @@
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `variable`, `elements` and `step` for this block's variable. In a skipped step (the
-// gradients are non-finite), the macro returns from the kernel; before that, it sets the variable's gradients to 0 if bit 0 of `flags` is
-// set.
+// Begins a kernel over whole variables: defines `variable`, `elements` and `step` for this block's variable. G is the type of the
+// gradients, C the type of the 16-bit copy of the parameters. In a skipped step (the gradients are non-finite), the macro returns from the
+// kernel; before that, it sets the variable's gradients to 0 if bit 0 of `flags` is set.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \

@@ -164,7 +164,7 @@ VALUES: dict[str, Any] = {
 
 
 def parse(*arguments: str) -> TrainConfig:
-    return read_config(make_parser("train-lora", rare=False).parse(arguments))  # `rare`: for --help
+    return read_config(make_parser("train-lora", rare=False).parse(arguments))  # rare: help only
 
 
 def as_arguments(name: str, value: Any) -> list[str]:

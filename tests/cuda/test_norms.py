@@ -1,4 +1,9 @@
-"""The kernels that norms launch on the simulated device if residuals are added."""
+"""The kernels that norms launch on the simulated device if residuals are added.
+
+The fixture `cuda` runs a code snippet and returns the log of its CUDA calls. Before a snippet it
+defines `tc`, the library, and `mark`, which writes a line to the log. `run.after(mark)` has the
+calls from a mark to the next one.
+"""
 
 from collections import Counter
 from typing import Any

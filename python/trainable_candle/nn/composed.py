@@ -151,7 +151,7 @@ def interpolate(
     if (size is None) == (scale_factor is None):
         raise ArgumentError("interpolate: expected size or scale_factor, and not both")
     old = input.shape[2:]
-    if size is None:
+    if size is None:  # so `scale_factor` is given; `or 0` is only for the type checker
         new = [int(length * float(scale_factor or 0)) for length in old]
     else:
         new = [size] * len(old) if isinstance(size, int) else list(size)

@@ -131,8 +131,8 @@ impl ModelKind {
     }
 }
 
-/// A model and, if it belongs to a pipeline, its place there. The place determines the names that other tools use for
-/// the model.
+/// A model and, if it belongs to a pipeline, its place: the pipeline and which of its parts the model is. The place
+/// determines the names that other tools use for the model.
 #[derive(Clone)]
 pub struct Loaded {
     model: Arc<dyn Model>,

@@ -12,10 +12,12 @@ from trainable_candle.train import TrainConfig
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoint_path
 
-# Prodigy multiplies its own estimate by the rate; the updates of SGD are as small as the gradients,
-# and those of Adafactor as small as the parameters, which are 0 in the factors B.
+# Learning rates of the optimizers for which 1e-2 is too low. Prodigy multiplies its own estimate by
+# the rate; the updates of SGD are as small as the gradients, and those of Adafactor as small as the
+# parameters, which are 0 in the factors B.
 RATES = {"prodigy": 1.0, "sgd": 1.0, "adafactor": 1.0}
-# The tiny model's factors have too few values for 8-bit states by default, and SGD has no state.
+# Arguments that give optimizers states, which a resumed run must restore. By default, the tiny
+# model's factors have too few values for 8-bit states, and SGD has no state.
 ARGUMENTS = {"sgd": ["momentum=0.9"]} | {
     name: ["min_8bit_size=16"] for name in OPTIMIZERS if name.endswith("8bit")
 }

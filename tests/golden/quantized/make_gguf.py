@@ -29,8 +29,8 @@ def main() -> None:
     # Each row is two blocks of 32. The cube gives blocks a few weights much larger than the others.
     weights = (random.normal(0, 0.05, (4, 64)) ** 3).astype(np.float32)
     weights[1, :32] = 0  # a block of zeros
-    # In this block, two equal negative weights have the largest magnitude: this one and the one of
-    # the random numbers whose magnitude it copies.
+    # The random weight of the largest magnitude in this block is negative. This copy of it makes a
+    # tie: two equal weights have the largest magnitude.
     weights[2, 5] = -np.abs(weights[2, :32]).max()
     found["weights"] = weights
     for name, offsets in SCALE_OFFSETS.items():

@@ -86,7 +86,7 @@ def prepare_texts(
     )
     captions = data.train.possible_captions()
     if data.validation is not None:
-        batches = data.validation.fixed_batches(1)
+        batches = data.validation.fixed_batches(batch_size=1)
         captions += [caption for batch in batches for caption in batch.captions]
     filled = cache.fill(captions, progress=True, report=report, group=group)
     report(f"captions: {filled}")

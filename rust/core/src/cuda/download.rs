@@ -27,7 +27,7 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     }
     let dense = contiguous(x)?;
     let (count, from) = (dense.elem_count(), address(OP, &dense)?);
-    // The host reads a tensor that is in its own memory without a copy by the device.
+    // A tensor of a CUDA device can be in mapped memory of the host. The host reads it without a copy by the device.
     if let Some(values) = mapped::read(OP, gpu, from, count) {
         let values = values?;
         // Returns the error if a kernel has reported an id out of range.

@@ -33,7 +33,7 @@ impl Quantized {
     }
 
     /// Whether the matrix has so many elements that a product on a GPU dequantizes some rows at a time. False if the
-    /// codes cannot be split by rows, or if they fit into four panels.
+    /// codes cannot be split by rows, or if there are at most four times `GPU_PANEL` elements.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
