@@ -82,7 +82,7 @@ def test_a_command_fails_only_for_missing_files(
     flags are correct.
     """
 
-    def no_hub(*_: object) -> None:
+    def no_hub(*_: object, **__: object) -> None:
         # Errors about missing files have the words `there is no`; see the end of this test.
         raise MissingFileError("there is no hub here")
 
