@@ -84,6 +84,8 @@ template <bool SIGNED> constexpr Table make_table() {
         if (entry > 0 && entry % 128 == 0) octave *= 2;
         // The quotients of this entry are `smallest + k * spacing` with k from 0 to 0xffff.
         const double smallest = octave * (1 + entry % 128 / 128.0), spacing = octave / (1 << 23);
+        // `sum` is b + e of the smallest quotient, with b and e as above `Table`. For the other quotients, b + e is sum + k, which carries
+        // into the upper half at the first quotient of the next rank.
         uint32_t sum = static_cast<uint32_t>(rank) << 16;
         if (rank < LAST) {
             const float middle = static_cast<float>(static_cast<double>(magnitudes.values[rank]) + magnitudes.values[rank + 1]) / 2;
@@ -110,7 +112,7 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
 // Returns the code of a quotient in the map with signs. A negative quotient (-0 included) never becomes zero; if it is close to zero, it
-// becomes the negative value nearest to zero. The NaN that 0 / 0 gives in a block of zeros, without a sign, gets the code 255.
+// becomes the negative value nearest to zero. In a block of zeros, 0 / 0 gives a NaN whose sign bit is 0; it gets the code 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
     // fminf(NaN, 1) is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));

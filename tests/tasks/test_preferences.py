@@ -178,7 +178,8 @@ def test_the_longer_answer_of_a_long_pair_is_truncated(weights: Path) -> None:
     _, dataset, *_ = prepared(config_of(weights, [row, *ROWS]))
     pair = dataset.examples[0]
     assert isinstance(pair, Pair)
-    # The rejected answer has 12 tokens: the prompt, ten letters and the end token.
+    # The pair is truncated to the 64 tokens of a row. The rejected text has 12 tokens: the prompt,
+    # ten letters and the end token.
     assert (len(pair.chosen), len(pair.rejected)) == (64 - 12, 12)
     assert dataset.counts.truncated == 1
 

@@ -30,9 +30,10 @@ from .measured_runs import (
 BF16_BYTES = 2
 # Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
 # in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
-# FLUX, SDXL, SD3 and Z_IMAGE are the sizes of latents and texts for 1024 x 1024 px, and ROWS are
-# texts of 2048 tokens. FULL, SELECTIVE and OFFLOAD are kinds of checkpointing; ALL_FLUX streams all
-# blocks of Flux and its modulation, with full checkpointing.
+# ATTENTION and JOINT are the layers with adapters: those of attention, and in JOINT also those of
+# attention for text tokens. FLUX, SDXL, SD3 and Z_IMAGE are the sizes of latents and texts for
+# 1024 x 1024 px, and ROWS are texts of 2048 tokens. FULL, SELECTIVE and OFFLOAD are kinds of
+# checkpointing; ALL_FLUX streams all blocks of Flux and its modulation, with full checkpointing.
 MEASURED = [
     ("SDXL", ATTENTION, SDXL, {}, 41.0),
     ("SDXL", ATTENTION, SDXL, SELECTIVE, 43.4),

@@ -94,8 +94,11 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
     no_prompt: ClassVar[str] = " "
+    # Prompt and negative prompt may differ in length. In one batch they would need a mask, which is
+    # slow, so drawing calls the model for each of them.
     reads_texts_apart: ClassVar[bool] = True
-    # The shift grows from exp(0.5) for an image of 256 tokens to exp(0.9) for 8192 tokens.
+    # The shift grows from exp(0.5) for an image of 256 tokens to exp(0.9) for 8192 tokens. The last
+    # noise level above 0 is 0.02.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(
         grows=True, tokens=(256, 8192), mu=(0.5, 0.9), terminal=0.02
     )

@@ -33,7 +33,7 @@ pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::Candle`] as [`accumulate`], [`Error::DType`] if the dtypes differ and one of them is
-/// not a floating-point one, or if both are floats of 8 bits or fewer.
+/// not f32, f64, f16 or bf16, or if both have the same float dtype of 8 bits or fewer.
 pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "copy_into";
     check_dims(OP, dst, src)?;

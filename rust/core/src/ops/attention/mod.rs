@@ -154,8 +154,8 @@ const fn score_dtype(dtype: DType) -> DType {
 /// form already.
 fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     let dtype = score_dtype(dtype);
-    // The mask is not among the inputs of the operation, but a checkpoint must know of it, because it must not change
-    // before the checkpoint recomputes the operation.
+    // The mask is not among the inputs of the operation, but a checkpoint must know of the mask, to check that it has
+    // not changed when the checkpoint recomputes the operation.
     checkpoint::reads(&[mask]);
     if mask.dtype() != DType::U8 {
         return mask.detach().to_dtype(dtype)?.contiguous();
