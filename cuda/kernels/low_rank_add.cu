@@ -83,7 +83,8 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
         for (int half = 0; half < 2; half++) {
             const uint32_t row = first + step * TILE + 8 * half;
             // Returns word `i` of dst, whose old value is `two`, with the products added. The word has the thread's columns 2i and 2i + 1.
-            // Column 4 e + p of the thread is products[p][2 * half + e], so their sums are in products 2 (i % 2) and 2 (i % 2) + 1.
+            // Column 4 e + p of the thread is products[p][2 * half + e]. For these two columns, e is i / 2, and p is 2 (i % 2) and
+            // 2 (i % 2) + 1.
             const auto add = [&](uint32_t two, int i) {
                 const T *old = reinterpret_cast<const T *>(&two);
                 const int from = 2 * half + i / 2;

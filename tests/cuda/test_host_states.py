@@ -60,6 +60,7 @@ def test_states_are_in_pinned_memory_and_steps_launch_the_same_kernels(
     assert run.of("refused") == []
     assert run.after("host-2").launches == run.after("device-2").launches
     assert run.after("host-2").waits == []
+    # The third step takes no more pinned memory, and it reserves no more memory of the GPU.
     assert run.after("host-2").of("alloc-pinned", "grow") == []
     lines = [list(map(int, line.split())) for line in run.output.splitlines()]
     # With states on the device and on the host: the growth of device memory, and `state_bytes`.

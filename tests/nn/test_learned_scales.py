@@ -31,7 +31,8 @@ CODES = {
 }
 # The number of elements that share a scale, for rows of 64 elements.
 GROUPS = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
-# The largest magnitude in a group, divided by the group's scale.
+# The largest magnitude in a group, divided by the group's scale. For int4 it is between the
+# magnitudes of the last code, 7, and of the first, -8.
 LARGEST = {"int8": 127, "int4": 7.5, "fp8": 448, "nf4": 1}
 
 
@@ -144,7 +145,10 @@ def test_values_are_the_nearest_codes_times_the_scale(format: str) -> None:
 
 
 def test_int8_rounds_a_negated_value_to_the_negated_code() -> None:
-    """torchao's default has the codes -128 to 127, and the scale max / 127.5: 127.5 becomes 127."""
+    """torchao's default, unlike this library, rounds the extremes 127.5 and -127.5 differently.
+
+    Its codes are -128 to 127 and its scale is max / 127.5, so they become 127 and -128.
+    """
     values = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
     found, negated = (F.fake_quantize(tc.tensor(x), "int8").numpy() for x in (values, -values))
     np.testing.assert_array_equal(found, -negated)

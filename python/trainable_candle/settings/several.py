@@ -1,7 +1,7 @@
 """Settings of training on several GPUs.
 
-The short help omits settings that are `rare`. A resumed run with another value of a `free` setting
-still repeats the earlier run.
+The short help omits settings that are `rare`. A `free` setting does not affect the results: with
+another value, a resumed run still computes what the earlier run would have computed.
 """
 
 from __future__ import annotations

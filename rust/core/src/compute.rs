@@ -91,7 +91,8 @@ fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
 }
 
-/// Computes [`cpu::write_products`] on the device of the operands: the products a · b of `terms`, each [dst, a, b].
+/// Computes [`cpu::write_products`] on the device of the operands: for each of `terms`, [dst, a, b], writes the product
+/// `alpha` · a · b to dst, or adds it to dst if `accumulate`.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     on_device!(
         device_of(terms.iter().map(|&[dst, ..]| dst)),
@@ -114,7 +115,7 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     if is_done {
         return Ok(());
     }
-    // Terms of `write_products`: [dst, a, b].
+    // Terms of `write_products`: [dst, a, b]. The first call writes the products to hidden, the second adds them to dst.
     let hidden: Vec<_> = terms.iter().map(|(term, _)| [&term.hidden, &term.input, &term.down]).collect();
     let sums: Vec<_> = terms.iter().map(|(term, dst)| [dst, &term.hidden, &term.up]).collect();
     write_products(&hidden, scale_hidden, false)?;

@@ -55,7 +55,7 @@ impl Attention {
                 to_kv: weights.linear_group(&[("to_k", dim), ("to_v", dim)], context_dim, qkv_bias, init)?,
             },
         };
-        Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, true, init)?, heads })
+        Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, /* bias */ true, init)?, heads })
     }
 
     /// The layer's result for the tokens `x (B, S, D)`, in the same shape. The tokens attend to one another or, in an
@@ -92,6 +92,7 @@ impl Attention {
         // The number of values of the input `x` of the layer, (tokens, dim).
         let inputs = tokens * dim;
         let keys = context_tokens.unwrap_or(tokens);
+        // This counts the operations of attention, but no values that the tape keeps.
         saved.attention(tokens, keys, dim);
         match &self.projections {
             Projections::SelfAttention(group) => {
@@ -107,10 +108,10 @@ impl Attention {
             }
         }
         // The backward pass of attention reads q and the result (a row for each token), and k and v (a row for each
-        // key).
+        // key). `keep` counts them only if a gradient passes through attention (`is_reached`).
         saved.keep(2 * tokens * dim + 2 * keys * dim);
-        // The result of attention is the input of `to_out`. If a gradient passes through attention, the result is
-        // counted already.
+        // The result of attention is the input of `to_out`. If a gradient passes through attention, `keep` has counted
+        // the result already.
         let input = if saved.is_reached() { 0 } else { tokens * dim };
         saved.linear(&self.to_out, (input, tokens));
     }

@@ -1,5 +1,6 @@
-//! The CPU form of [`activate_beside`](super::activate_beside), composed of elementwise functions. The activation reads
-//! the columns of x from `columns.start` on; `before` has the columns to the left of the activation's result.
+//! The CPU form of [`activate_beside`](super::activate_beside), composed of elementwise functions. The result has the
+//! columns of a tensor `before`, if there is one, and to the right of them an activation of the columns of x from
+//! `columns.start` on.
 
 use super::{Activation, Columns};
 use crate::cpu::Mul;
@@ -8,8 +9,8 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The two inputs of SwiGLU, each with `width` columns, as the result of SwiGLU: the gate, which is the first half of
-/// `read`, the columns that the activation reads, and h, the second half.
+/// Splits `read`, the columns that the activation reads, into the two inputs of SwiGLU = SiLU(gate) · h. The gate is the
+/// first half and h the second. Each half has `width` columns, as many as the result of SwiGLU.
 fn halves(columns: &Columns, read: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
     Ok([read.narrow(dim, 0, width)?, read.narrow(dim, width, width)?])
@@ -30,7 +31,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     }
 }
 
-/// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result.
+/// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result. The caller
+/// adds the gradient of `before`.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let read = columns.of(x)?;
     // An activation as a binary function of a gradient and the activation's input multiplies the gradient by the
@@ -44,6 +46,6 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
             compute::cat(&[&grad_gate, &grad_h], columns.dim)?
         }
     };
-    // x is input 0. The gradient of its columns before `columns.start` is zero here.
+    // x is input 0. The activation does not read its columns before `columns.start`, so it adds nothing to their gradient.
     context.add_part(0, x.dims(), columns.dim, columns.start, &dx)
 }

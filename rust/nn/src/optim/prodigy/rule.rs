@@ -43,6 +43,7 @@ impl Rule for Observe {
     const UPDATE: Update<StepConfig, f32> = observe::<f32>;
     const UPDATE_F64: Option<Update<StepConfig, f64>> = Some(observe::<f64>);
     const KERNELS: Option<Kernels<StepConfig>> = Some(Kernels {
+        // The kernel `whole_prepare` begins a step.
         prepare: "whole",
         step: "prodigy_step",
         // The sums, with a block of threads for each variable (false); then the estimate from the sums of all
