@@ -52,6 +52,7 @@ template <typename T, int TILES> struct Half {
         : hidden(static_cast<const T *>(half.hidden)), row(half.hidden_row), scale(half.scale) {
         if (hidden == nullptr) return;
         const int lane = threadIdx.x % WARP;
+        // `false`: up is stored as (width, RANK), not as (RANK, width).
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             load_up<T, false>(up[tile], static_cast<const T *>(half.up), half.up_row, column, tile * RANKS, lane / 4, lane % 4);
@@ -67,6 +68,7 @@ template <typename T, int TILES> struct Half {
     }
 
     // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4].
+    // low_rank.cuh says which columns and ranks the fragments have; their order makes a thread's columns and ranks neighbours in memory.
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
 #pragma unroll

@@ -96,6 +96,7 @@ def test_files_that_differ_are_reported_by_all(
         shutil.copytree(digits_folder, datasets[rank])
         shutil.copytree(digits_base, bases[rank])
     if what == "data":
+        # The message names the image whose caption differs.
         (datasets[1] / "3.txt").write_text("an eight")
         expected = "3.png is "
     else:

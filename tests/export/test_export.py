@@ -39,6 +39,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     for file in folder.iterdir():
         file.chmod(0o644)
     shutil.copyfile(GOLDEN / "chats" / "tokenizer.json", folder / "tokenizer.json")
+    # The unusual spaces would be lost if an export parsed these files instead of copying the bytes.
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>" }\n')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "generation_config.json").write_text('{"eos_token_id":  [2, 3]}')
@@ -195,7 +196,7 @@ def test_a_gguf_file_has_the_expected_bytes() -> None:
     write(file, {"a": "b", "c": 1.5, "d": []}, [entry])
     content = file.getvalue()
     # Version 3, 1 tensor, 3 facts (entries of the metadata). A fact is the length of its key, the
-    # key, a type and a value.
+    # key, a type (8: string, 6: f32, 9: list) and a value.
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
@@ -410,7 +411,8 @@ def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content
 def test_a_yarn_model_may_lack_its_maximum_context() -> None:
     config = json.loads((GOLDEN / "llm" / "llama" / "config.json").read_text())
     del config["max_position_embeddings"]
-    # Without both fields, the original context is the default of transformers' `LlamaConfig`, 2048.
+    # If `original_max_position_embeddings` is missing, too, the original context is the default of
+    # transformers' `LlamaConfig`, 2048.
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     for rope, length in ((scaling, 8), ({"rope_type": "yarn", "factor": 4.0}, 2048)):
         facts = model_facts(config | {"rope_scaling": rope, "rope_parameters": None})

@@ -23,10 +23,10 @@ from trainable_candle.train import FlowMatching, TrainConfig
         ("a handwritten 7", [7]),
         ("Zero", [0]),
         ("three!", [3]),
-        ("5five FIVE", [5]),
+        ("5five FIVE", [5]),  # three times the same digit
         ("no.9,", [9]),
         ("one two", [1, 2]),
-        ("10", []),
+        ("10", []),  # a number of two numerals names no digit
         ("phone", []),
         ("", []),
     ],

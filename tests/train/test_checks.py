@@ -41,6 +41,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
         {"multires_noise_discount": 0.5},
         "--multires-noise-discount has no effect without --multires-noise-iterations",
     ),
+    # DPO compares the model with its base, and dropout would change only the model.
     ({"objective": "dpo", "lora_dropout": 0.1}, "leave --lora-dropout out"),
     ({"validate_every": 1}, "--validate-every has no effect without --validation-split"),
     (
@@ -67,6 +68,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
         {"random_crops": 9, "crop": "random"},
         # These two settings need a GPU, but with these values they stream nothing on any device.
         {"device": "cpu", "stream_blocks": 0, "stream_modulation": False},
+        # The separator also separates the trigger from the caption.
         {"caption_separator": "|", "trigger": "sks"},
         # The YAML file lists folders, which may have triggers of their own.
         {"caption_separator": "|", "dataset": "list.yaml"},
@@ -103,8 +105,9 @@ def test_checks_reject_exactly_the_formats_that_the_writer_rejects(
     # The parts of the pipeline that get adapters.
     names = ("unet", "text_encoder", "text_encoder_2")[:parts]
     models = [tc.models.load(sdxl_base, subfolder=name) for name in names]
-    targets = ["attn2.to_q", "q_proj"]
+    targets = ["attn2.to_q", "q_proj"]  # layers of the UNet, and of the text encoders
     config = TrainConfig(model="sdxl", format=form, adapter=kind, rank=2, alpha=2.0, oft_side=side)
+    # The formats that have names for the layers of the model, the default first.
     formats = ("kohya", "diffusers", "peft", "comfyui")
     adapter = adapter_config(config, targets, formats)
     sets = [model.add_adapter(adapter) for model in models]
@@ -120,7 +123,9 @@ def test_checks_of_digits_reject_exactly_the_formats_that_the_writer_rejects(
     model = DigitsTransformer.from_pretrained(digits_base)
     adapter = model.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
     config = TrainConfig(model="digits", format=form)
-    assert rejects(lambda: check_format(config, ("peft", "kohya", "diffusers"), 1)) == rejects(
+    # The formats with names for the model's layers, the default first; one part gets an adapter.
+    formats, parts = ("peft", "kohya", "diffusers"), 1
+    assert rejects(lambda: check_format(config, formats, parts)) == rejects(
         lambda: tc.save_adapters(tmp_path / "a.safetensors", [adapter], format=form)
     )
 

@@ -1,7 +1,7 @@
 // Matrix products of 16-bit values for the convolution kernels, with the tensor-core instructions of compute capability 8.0. The
-// operands are tiles in shared memory, whose rows have STEP (64) values; copy.cuh says how. A product is a sum over many steps of
-// STEP summed values (values of the summed dimension) each. `tile_offset(row, column)` is the offset, in bytes, of a value in a
-// tile, and SQUARE_BYTES the size of a tile of 64 rows.
+// operands are tiles in shared memory, whose rows have STEP (64) values; copy.cuh says how a row is arranged. Below, the indices of
+// the dimension that a product sums over are called summed values. A product is a sum over many steps, each over STEP summed
+// values. `tile_offset(row, column)` is the offset, in bytes, of a value in a tile, and SQUARE_BYTES the size of a tile of 64 rows.
 #pragma once
 
 #include "copy.cuh"

@@ -7,6 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, grad};
 
 use super::walk::{close, draw, text, weights_like};
 
+/// The result of a check, with an error as a message. [`text`] converts errors of the library to messages.
 type Checked = std::result::Result<(), String>;
 
 /// Values of the argument `retain_graph`: whether a backward pass leaves the tape for another one.

@@ -67,8 +67,9 @@ impl FusedBlock {
             // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, below
             // that of the `SwiGLU`). The pairs are the number of values in this input and the number of tokens.
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inputs, tokens));
-            // The tape keeps the results of `to_qkv_mlp_proj` (9 D per token) and of the attention (D per token).
+            // Counts the operations of attention; each token has a query and a key.
             saved.attention(tokens, tokens, self.sizes.dim());
+            // The tape keeps the results of `to_qkv_mlp_proj` (9 D per token) and of the attention (D per token).
             saved.keep((PROJECTED + 1) * inputs);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inputs, tokens));
         });

@@ -25,8 +25,8 @@ impl Adapter for Merged {
         Some(self.weight.clone())
     }
 
-    /// 0, which means that there is no such factor: the merged weight contains the other adapter's change with its
-    /// factor.
+    /// 0, which means that no factor stands in front of this adapter's change: the merged weight contains the other
+    /// adapter's change, already multiplied by the other adapter's factor.
     fn scale(&self) -> f64 {
         0.0
     }

@@ -158,6 +158,7 @@ mod tests {
     #[test]
     fn all_implementations_of_lanes_give_equal_steps() {
         let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
+        // 0.01 is the weight decay; the default, 0, would not test the decay.
         check_equal_steps(Coefficients::<f32>::new(lr, betas, 0.01));
     }
 }

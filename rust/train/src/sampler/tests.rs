@@ -150,6 +150,7 @@ fn prompts_with_unequal_numbers_of_tensors_are_rejected() {
 #[test]
 fn invalid_steps_and_inputs_are_rejected() {
     let schedule = NoiseSchedule::sdxl().unwrap();
+    // `start` takes the schedule, the number of steps, and whether noise levels are spaced as in Karras et al. 2022.
     for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
         assert!(kind.start(&schedule, 0, false).is_err());
         // More steps than the schedule's 1000 timesteps.
@@ -157,6 +158,7 @@ fn invalid_steps_and_inputs_are_rejected() {
     }
     let x = Tensor::zeros((1, 4), DType::F32, &Device::Cpu).unwrap();
     let mut sampler = SamplerKind::DpmSolver.start(&schedule, 4, false).unwrap();
+    // `step` takes the model's output, the number of the step, and the sample.
     sampler.step(&x, 0, &x).unwrap();
     let message = sampler.step(&x, 2, &x).unwrap_err().to_string();
     assert_eq!(message, "sampler: found step 2, expected step 1; steps go in order");

@@ -1,7 +1,7 @@
-//! [`Lanes`] of AVX2 with FMA: operations on registers of 8 values, for optimizers with 8-bit states. With those of
-//! [`Registers`], [`codes::encode`] turns values into the 8-bit codes of the states. It numbers the magnitudes that
-//! codes represent, from 0 for zero, and finds the number of the magnitude nearest to a value's; this number and the
-//! value's sign give the code.
+//! [`Lanes`] of AVX2 with FMA: operations on registers of 8 values, for optimizers with 8-bit states. With the
+//! further operations of [`Registers`], [`codes::encode`] turns values into the 8-bit codes of the states. It numbers
+//! the magnitudes that codes represent, from 0 for zero, and finds the number of the magnitude nearest to a value's;
+//! this number and the value's sign give the code.
 
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
