@@ -292,13 +292,13 @@ def _train(
         report: gets lines about each stage.
         config: the settings, complete with those of the plan.
     """
-    require_streams(config)
+    require_streams(config)  # with `stream_from: peers`, there must be streamed weights
     task = family(weights, config.precision, config.device, config).task()
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
     digest = fingerprint(data.train.listing())
-    with shared_streams(group, peers=config.from_peers):
+    with shared_streams(group, peers=config.from_peers):  # one copy for a machine's processes
         prepared = task.prepare(data, report, group)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, group.size, report)
@@ -331,7 +331,7 @@ def _train(
     if group.rank == 0:
         write_atomically(output / CONFIG, config.with_(resume=None).to_yaml(output))
     adapters.set_training(True)
-    plot.prepare()
+    plot.prepare()  # imports matplotlib in a thread while training runs
     with multiplying_codes(config):
         completed = trainer.train()
     session.finish()

@@ -72,8 +72,11 @@ def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
 def weights_of(name: str, given: str | Path | None) -> Path:
     """Return the path of a model's weights: `given`, or by default the weights in the package.
 
+    The package has small models for a few families (`sdxl`, `causal-lm`, `digits`), not the
+    published weights.
+
     ```python
-    folder = tc.families.weights_of("sdxl", None)  # the weights in the package
+    folder = tc.families.weights_of("sdxl", None)  # the folder of a tiny SDXL
     ```
 
     Args:

@@ -225,7 +225,7 @@ class _AdaptedLinear(Module):
 
     def _facts(self) -> str:
         outputs, inputs = self.weight.shape
-        rank = self.get_vars()[0].shape[0]
+        rank = self.get_vars()[0].shape[0]  # `lora_down` is (rank, in_features)
         return (
             f"{inputs}, {outputs}, rank={rank}, scale={self.scale:g}, bias={self.bias is not None}"
         )

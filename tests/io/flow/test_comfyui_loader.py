@@ -123,11 +123,12 @@ def test_comfyui_knows_the_names_that_verify_says(
 ) -> None:  # fmt: skip
     path = tmp_path / "adapter.safetensors"
     attach(load(), "lora").save(path, format="diffusers")
+    # Tools that write underscores for dots also use kohya's names of factors, and store an alpha.
     has_alpha = "flat" in STYLES[style]
     ends = {"A": "lora_down", "B": "lora_up"} if has_alpha else {"A": "lora_A", "B": "lora_B"}
     found = {}
     for key, tensor in tc.load_file(path).items():
-        layer, _, end = key.removeprefix("transformer.").rpartition(".lora_")
+        layer, _, end = key.removeprefix("transformer.").rpartition(".lora_")  # end: "A.weight"
         module = STYLES[style].format(layer=layer, flat=layer.replace(".", "_"))
         found[f"{module}.{ends[end[0]]}.weight"] = tensor
         if has_alpha:
@@ -146,8 +147,9 @@ def published(file: str) -> dict[str, list[int]]:
     return found
 
 
-# For each family, the file with the shapes of a published model. If ComfyUI does not convert the
-# model's names in diffusers to its own names: parameters by which ComfyUI recognizes the model.
+# For each family, the file with the shapes of a published model under diffusers' names, and the
+# parameters, under ComfyUI's own names, by which ComfyUI recognizes the model. The latter are empty
+# if ComfyUI recognizes the model by diffusers' names, which it converts to its own.
 PUBLISHED: dict[str, tuple[str, dict[str, list[int]]]] = {
     "sd3": ("sd35_medium", {}),
     "flux": ("flux_dev", {}),
@@ -170,14 +172,14 @@ PUBLISHED: dict[str, tuple[str, dict[str, list[int]]]] = {
 def test_comfyui_knows_the_layers_of_the_published_model(
     family: Family, comfyui: Any, tmp_path: Path, style: str
 ) -> None:
-    # `marks` are the parameters by which ComfyUI recognizes the model; empty if it converts names.
+    # `marks` are the parameters by which ComfyUI recognizes the model, if it converts no names.
     file, marks = PUBLISHED[family.name]
     shapes = published(file)
     if family.name == "chroma":
         # The file has only the parameters that Flux.1 lacks.
-        lacks = re.compile(r"norm\.linear|norm1|time_text_embed|norm_out")
+        not_in_chroma = re.compile(r"norm\.linear|norm1|time_text_embed|norm_out")
         flux = published("flux_dev")
-        shapes |= {name: shape for name, shape in flux.items() if not lacks.search(name)}
+        shapes |= {name: shape for name, shape in flux.items() if not not_in_chroma.search(name)}
     given = dict(marks or shapes)
     if marks:
         # ComfyUI counts the blocks by their original names, such as that of the norm of the keys.

@@ -63,7 +63,8 @@ fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
 
 /// The wider of two dtypes, which must both be floating point or both integers. For f16 and bf16, it is f32.
 fn wider(a: DType, b: DType) -> DType {
-    // Ranks by width, to be compared within floating point or within integers. f16 and bf16 rank equally.
+    // Ranks by width, to be compared within floating point or within integers. The other dtypes, f16, bf16 and
+    // u8, are the narrowest.
     let width = |dtype: DType| match dtype {
         DType::F64 | DType::I64 => 2,
         DType::F32 | DType::U32 => 1,

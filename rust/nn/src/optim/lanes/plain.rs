@@ -74,7 +74,8 @@ impl Lanes for Plain {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
 
-    // Not `max`, because a NaN without a sign must be larger than all numbers. Its bits are.
+    // Compares bits as integers, not numbers by `max`, because a NaN without a sign must be larger than all numbers:
+    // the integer of its bits is.
     #[inline(always)]
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values {
         each(|i| f32::from_bits(a[i].to_bits().cast_signed().max(b[i].to_bits().cast_signed()).cast_unsigned()))

@@ -153,7 +153,7 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
         id_bytes: id_bytes(op, &targets.ids)?,
         mean: u32::from(mean),
     };
-    // One block adds the losses of all rows.
+    // One block, of 1024 threads, adds the losses of all rows.
     // SAFETY: there is a loss and a target for each row.
     unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1024)?, arguments) }?;
     Ok((result, divisor))
