@@ -155,6 +155,7 @@ def write_dataset(path: Path, seed: int) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    # "items" names a stream of random numbers; the held-out words come from another, "split".
     rng = generator(seed, "items")
     known_tasks, lines = list(words.TASKS), []
     for word in words.words(rng, EXAMPLES):

@@ -302,7 +302,8 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
         recomputed = config.checkpoint_blocks or all_blocks  # a number of blocks
         # The weights of the blocks that are not recomputed, and those of one recomputed block.
         not_recomputed = elements * (all_blocks - recomputed) // max(1, all_blocks)
-        # `facts.blocks` is the number of blocks that can be streamed.
+        # `facts.blocks` is the number of blocks that can be streamed. These have linear layers, so
+        # the rounded weights are in them; `all_blocks` also counts blocks without linear layers.
         elements = not_recomputed + elements // max(1, facts.blocks)
     f32 = ITEM_BYTES["f32"]
     in_f32 = config.qat == "int4" or config.qat_learned_scales

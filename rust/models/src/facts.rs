@@ -184,7 +184,8 @@ impl PartFacts {
                     Format::bytes_with_plain_scales(rows, columns)
                 }
                 (&[rows, columns], Some(format)) => {
-                    // Some layers that multiply codes also keep them transposed, but never if weights are streamed.
+                    // In some models, layers that multiply codes also keep them transposed, but never if weights are
+                    // streamed. `transposed_bytes` is 0 if the sizes do not allow products of codes.
                     let transposed = quantization.transposes() && stream.is_none();
                     format.bytes(rows, columns) + if transposed { transposed_bytes(rows, columns) } else { 0 }
                 }

@@ -75,8 +75,8 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
     if format == AdapterFormat::Diffusers
         && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind, "lora" | "dora"))
     {
-        // `folds` implies that `ComfyUI` reads diffusers' names. Then format "comfyui" can hold adapters of all kinds,
-        // because it falls back to these names below.
+        // `folds` is true only for a denoiser of which `ComfyUI` reads diffusers' names. Then format "comfyui" can hold
+        // adapters of all kinds, because it falls back to these names below.
         let instead = if names.folds() { "comfyui" } else { "kohya" };
         return Err(Error::argument(
             OP,

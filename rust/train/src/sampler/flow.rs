@@ -4,8 +4,9 @@ use trainable_candle_core::{Error, Result, Tensor, no_grad};
 
 use crate::objective::shift_sigma;
 
-/// The noise levels of `steps` Euler steps: of `steps + 1` evenly spaced values σ from 1 down to 0, the shifted values
-/// shift · σ / (1 + (shift - 1) · σ), as in [`FlowMatching::new`](crate::objective::FlowMatching::new).
+/// The noise levels at the ends of `steps` Euler steps. They are `steps + 1` evenly spaced values σ from 1 down to 0,
+/// each replaced by shift · σ / (1 + (shift - 1) · σ), as in
+/// [`FlowMatching::new`](crate::objective::FlowMatching::new).
 ///
 /// # Errors
 /// [`Error::Argument`] if there are no steps or the shift is not above 0.

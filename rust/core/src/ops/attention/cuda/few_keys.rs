@@ -28,9 +28,9 @@ const FORWARD_SHARED: u32 = 155_776;
 const BACKWARD_SHARED: u32 = 221_264;
 
 /// Distributes the work over thread blocks, one per multiprocessor. An item is a head of a sample, and a step is a tile
-/// of the head's queries. Several blocks may share the steps of an item. `widest` is the width of the general
-/// tensor-core kernels that fit; the caller has checked that they support the operands. Returns `None` if the kernels
-/// of this file do not support the operands.
+/// of the head's queries. Several blocks may share the steps of an item. The caller has checked that the general
+/// tensor-core kernels support the operands; `widest` is the one of their two widths that the heads fit into, 64 or 128
+/// columns. Returns `None` if the kernels of this file do not support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
@@ -39,9 +39,11 @@ fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads
         && widest == Width::W64
         && sizes.is_causal == 0
         && sizes.keys <= KEYS
+        // With fewer queries, the general kernels are as fast.
         && sizes.queries >= FEWEST_ROWS
         // The kernels compute items * steps * blocks in 32 bits.
         && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
+        // Tensor maps can describe the operands.
         && operands.iter().all(|heads| is_mapped(heads, sizes));
     // Blocks may share any item, so none is whole.
     fits.then_some(Schedule { items, steps, whole: 0, blocks })
