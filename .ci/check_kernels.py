@@ -96,7 +96,8 @@ class Kernel:
 
 def kernels(library: bytes) -> Iterator[Kernel]:
     """Yield the kernels in the machine code of a library, without those of candle."""
-    # The number of the kind ELF in a fatbin, and that of the attribute EIATTR_MIN_STACK_SIZE.
+    # The number of the kind ELF in a fatbin, and that of the attribute EIATTR_MIN_STACK_SIZE. A
+    # kernel's stack, to which it spills registers, is in local memory.
     elf, stack_size = 2, 0x12
     # An image is a tuple: its kind, its compute capability (80 for 8.0) and its bytes.
     for _, images in simulate.fatbins(library):
