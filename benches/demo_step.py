@@ -158,6 +158,7 @@ def main() -> None:
     ):
         images = rng.standard_normal((batch, 1, 8, 8), dtype=np.float32)
         labels = rng.integers(0, 10, batch)
+        # BASE is the folder of the trained generator; without LoRA, training starts from scratch.
         model = tc.models.load(BASE, dtype="f32") if lora else tc.models.DigitsTransformer()
         source = (
             model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS)))

@@ -7,8 +7,9 @@
 // part's `start` on. `maps` are the tensor maps of x and of the parts. A block computes tiles of 128 rows by 80, 128, 160 or 256 columns. A
 // part without scales has scales of one. The bias may be null, and so may the residual, which has the layout of out. Row lengths are
 // multiples of 16 elements, addresses of 16 bytes.
-// For e4m3 codes there are only 80 columns: these kernels need three registers for each sum, which allow at most 128 columns, and with 128
-// columns they were slower than cuBLASLt.
+// For e4m3 codes there are only 80 columns. These kernels need three registers for each sum: one for the total in f32, and one each for the
+// sums of the stage that is being computed and of the stage before it. The registers suffice for at most 128 columns, and with 128 columns
+// the kernels were slower than cuBLASLt.
 // `sum` is the type of the sums, and `stages` the number of stages (tiles of x and w in shared memory).
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: CodesProduct::STAGE_BYTES + 16 bytes for each
 // stage, and 16 bytes for each column.

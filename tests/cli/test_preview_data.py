@@ -136,7 +136,7 @@ def test_a_tokenizer_of_another_model_is_reported(
     assert "has a tokenizer of 380 tokens, and the model's embedding has 379 rows" in (
         capsys.readouterr().err
     )
-    # 7 is the id of "!", which cannot be a start token.
+    # 7 is the id of "!", which is ordinary text; a start token is a special or an added token.
     (folder / "config.json").write_text(json.dumps({"vocab_size": 380, "bos_token_id": 7}))
     assert preview(*flags) == 2
     assert "bos_token_id in" in capsys.readouterr().err

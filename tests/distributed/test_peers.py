@@ -145,6 +145,8 @@ def test_only_settings_that_can_stream_from_peers_are_accepted() -> None:
         check_settings(configured(stream_blocks=0, stream_modulation=False))
     with pytest.raises(ConfigError, match="stream_from is `disk`, expected one of host, peers"):
         TrainConfig(stream_from="disk")
+    # `check_settings` accepts settings without `stream_blocks`, because a run's plan may choose it.
+    # `require_streams` checks the settings after the plan: if it chose none, nothing is streamed.
     with pytest.raises(
         ConfigError, match="all of the model is on each GPU; give --stream-blocks N"
     ):

@@ -11,6 +11,8 @@ import trainable_candle as tc
 
 from .conftest import KINDS
 
+# The fixture `attach` adds an adapter of a kind, a key of `KINDS`, and gives it random values that
+# change the model's output.
 Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 PREFIX = "base_model.model."
 # The kinds of adapters that peft does not have, and what the error says.

@@ -186,7 +186,7 @@ def test_memory_is_constant_and_the_loss_falls_over_two_thousand_steps(gpu: str)
         optimizer,
         ShuffledBatches(len(data), batch_size, seed),
         inputs=inputs,
-        cuda_graphs=4,
+        cuda_graphs=4,  # graphs for at most 4 shapes of batches; here all batches have one shape
         steps=2000,
         max_grad_norm=1.0,
         callbacks=[memory],

@@ -89,6 +89,7 @@ def test_a_note_says_that_training_undoes_a_distillation(zimage_base: Path, tmp_
         shutil.copytree(zimage_base, tmp_path / "models" / name)
         return families.load("zimage", tmp_path / name, "f32", "cpu").family.notes()
 
+    # "De-Turbo" is a Turbo model whose distillation was already undone.
     assert notes("Z-Image") == notes("Z-Image-De-Turbo") == []
     assert "undoes its distillation" in notes("Z-Image-Turbo")[0]
 

@@ -43,7 +43,10 @@ class PreparedPreferences(Packing):
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """Return the result of `tokens`, `answers` (see `_answers`), and `reference`: the m0."""
+        """Return the entries that `tokens` returns, and two more.
+
+        These are `answers` (see `_answers`), and `reference`: m0 of each pair.
+        """
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():

@@ -243,6 +243,7 @@ pub(super) fn read_config_beside(path: &Path) -> Result<Option<Value>> {
 
 /// The scale that a configuration gives to a layer of a part. `None` if the configuration has no valid rank and alpha.
 pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Option<f64> {
+    // In the headers of diffusers' files, the name of the part precedes that of the field, such as `unet.r`.
     let get = |name: &str| config.get(format!("{part}.{name}")).or_else(|| config.get(name));
     let mut config = LoraConfig {
         r: usize::try_from(get("r")?.as_u64()?).ok()?,

@@ -94,8 +94,8 @@ pub fn recognised(names: &[String]) -> Option<String> {
 
 /// Describes a checkpoint of a family that is not supported, and lists those that are.
 fn unsupported_family(title: &str) -> String {
-    // The demo's model that draws digits and the language models have no `base`. They are left out: the message is
-    // about image models.
+    // Language models and the demo's model for digits have no `base`, the name that other tools write into adapter
+    // files for the base model. They are left out: the message is about image models.
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

@@ -51,6 +51,7 @@ registered!(
     LionRule,
     "Lion (Chen et al. 2023, arXiv:2302.06675): each step moves every parameter by `lr`, against the sign of an \
      interpolation between the momentum and the gradient.",
+    // `lr`, `betas` and `weight_decay` can be passed by position.
     positional: 3,
     LionConfig::default()
 );

@@ -71,9 +71,10 @@ pub(super) struct Recorded {
 }
 
 impl Recording {
-    /// Begin a capture on this thread. Draws from the state `start` on will read the generator's state at the address
-    /// `generator`. `known` are the fingerprints of the values that the function copied from the CPU
-    /// in an eager run; copies of other values are rejected.
+    /// Begin a capture on this thread. `start` is the state of the random number generator when the capture begins. The
+    /// function's draws that continue from `start` (the same seed, the same or a later position) read the generator's
+    /// state at the address `generator` when the graph runs. `known` are the fingerprints of the values that the
+    /// function copied from the CPU in an eager run; copies of other values are rejected.
     ///
     /// # Errors
     /// [`Error::Device`] if another captured function runs on this thread, another thread captures, or the driver

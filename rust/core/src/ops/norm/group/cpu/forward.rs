@@ -39,6 +39,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
         let mut means = vec![T::Acc::ZERO; channels];
         dispatch(
             #[inline(always)]
+            // `means` is not set yet: these sums do not use it.
             || add_to_channels(x, &means, &mut sums, |x, _| x),
         );
         let sum_channels = |sums: &[T::Acc]| sums.iter().map(|sum| sum.to_f64()).sum::<f64>();
