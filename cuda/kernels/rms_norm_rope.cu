@@ -2,8 +2,10 @@
 // normalized rows, for the queries and keys of models that normalize them.
 //
 // x, y and their gradients dx and grad are (rows, width). weight is (width) in the dtype of x, or in f32 if `weight_f32` is 1; a null
-// weight means ones. rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). rope.cuh describes cos, sin, `positions`,
-// `repeats` and `interleaved`; if cos and sin are null, nothing is rotated.
+// weight means ones. rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64).
+//
+// cos and sin are (positions, width / 2): one angle for each pair of elements. Row r has the position (r / repeats) % positions. Pair i of
+// a row is its elements 2i and 2i + 1 if `interleaved` is 1, else i and i + width / 2. If cos and sin are null, nothing is rotated.
 //
 // The kernels rms_norm_rope_heads_* read the queries, keys and perhaps values of a projection in place. x and dx are (batch, tokens,
 // columns) with at least all_heads · width columns; y and grad are (batch, tokens, all_heads, width). `*_token` is the distance in elements
@@ -122,7 +124,7 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
             if (angles.cos != nullptr && !place.is_copied) {
                 A cos[N], sin[N];
                 angles.load(row, pair, cos, sin);
-                pairs.rotate(cos, sin, false);
+                pairs.rotate(cos, sin, false); // not back
             }
             pairs.store(y + place.y, pair, half);
         };
@@ -152,7 +154,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         if (angles.cos != nullptr && !place.is_copied) {
             A cos[N], sin[N];
             angles.load(row, pair, cos, sin);
-            grads.rotate(cos, sin, true);
+            grads.rotate(cos, sin, true); // back
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -315,7 +317,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     }
 
 // The kernels rms_norm_rope_heads_*, with rows = batch · tokens · all_heads. They are launched like the kernels for dense rows. A row of
-// values has 1 in rstd. WIDE is a power of two, so the bitwise or of the distances is a multiple of it if each distance is.
+// values has 1 in rstd. The forward kernel has no dx, and gives HEAD_ROWS the distances of x instead. WIDE is a power of two, so the
+// bitwise or of the distances is a multiple of it if each distance is.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
                           y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \

@@ -75,6 +75,7 @@ def test_a_build_without_cuda_beside_a_gpu_is_a_fault(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: reason)
     finding = finding_about("cuda")
     assert (finding.state, finding.found) == (FAULT, f"cannot be used: {reason}")
+    # The versions of wheels with CUDA end in +cu13.
     assert "+cu13" in finding.cure
 
 

@@ -15,8 +15,9 @@ from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
-# The configurations of the golden cases, by name, with the keys of older versions of transformers
-# ("old") and of transformers 5 ("new").
+# The configurations of tiny models, by name. Most switch on one feature, such as a kind of rotary
+# embedding. Each has the keys of older versions of transformers ("old") and of transformers 5
+# ("new").
 SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
 # By family: prompts, options, and the tokens with which transformers continued the prompts.
 CONTINUED = json.loads((GOLDEN / "continued.json").read_text())
@@ -27,7 +28,8 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
-    """The model of the case `name`, and the 20 token ids of the first text in the golden file."""
+    """The model `name` of `SWITCHES`, and the 20 token ids of the first text in the golden file."""
+    # The weights and the logits of a case have keys such as `mistral|lm_head.weight`.
     tensors = tc.load_file(decompressed(GOLDEN / "switches.safetensors"))
     case = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in case.items() if not key.startswith("logits")}

@@ -126,7 +126,8 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     names = run(blocks("docs/python.md")[1].replace("cuda", "cpu"))
     assert names["states"].shape == (1, 256, 16)
-    # Most of the 256 tokens are padding. Only `states` is computed with attention to it.
+    # Most of the 256 tokens are padding. Tokens attend to the padding in `states`, and not in
+    # `masked`.
     difference = (names["states"] - names["masked"]).to("f32").abs().max()
     assert difference.item() > 0.1
 
@@ -144,6 +145,7 @@ def test_a_users_own_model_gets_adapters(
 
 def test_the_factors_b_have_a_learning_rate_of_their_own() -> None:
     names = run(blocks("docs/python.md")[4])
+    # The model is the same as in the test above: layers of 64 x 32 and 32 x 10 weights, rank 4.
     assert names["scheduler"].base_lrs == [1e-3, 16e-3]
     assert [p.shape for p in names["factors_b"]] == [(32, 4), (10, 4)]
     assert [p.shape for p in names["factors_a"]] == [(4, 64), (4, 32)]

@@ -23,7 +23,7 @@ FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 OFFLOAD: dict[str, Any] = {"gradient_checkpointing": "offload"}
 MODULATION: dict[str, Any] = {"stream_modulation": True}
-# All 57 blocks of Flux.1 are streamed.
+# All 57 blocks of Flux.1 are streamed. test_speed.py uses this.
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
 
@@ -53,7 +53,8 @@ class Run(NamedTuple):
 
 
 # Model, family, sizes, settings, peak (GiB), time of a step (ms). In the settings, {} is a
-# run without checkpointing and without streamed blocks.
+# run without checkpointing and without streamed blocks. With `checkpoint_blocks`, full
+# checkpointing or offloading is only for so many of the first blocks; the others get selective.
 RUNS = [
     Run("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 5.13, 73),
     Run("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 6.24, 131),

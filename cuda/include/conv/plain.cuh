@@ -2,6 +2,12 @@
 // channels and certain sizes. Each element of a result is a sum of products. In the `plain` functions, a block of 256 threads
 // computes a tile of 64 by 64 elements, and adds 16 products to each of them at a time. The `direct` functions are for groups of
 // few channels. In them, a thread computes a whole sum or, for the gradient of the weight, an eighth of the block's partial sum.
+//
+// The forward pass and the gradient of the input are the same sum over a `source`, which is the input or the gradient of the output
+// (`Direction`). `Gather` (geometry.cuh) has the sum's sizes: the numbers of channels of the source (`channels`) and of the result
+// (`results`) in a group, and for each axis the numbers of taps and of source pixels. For the gradient of the input it describes one
+// phase: the result pixels whose coordinates have the same remainders modulo the strides. A `Window` has the image and the source
+// coordinates of a result pixel's first tap.
 #pragma once
 
 #include "geometry.cuh"
@@ -147,6 +153,7 @@ __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad,
                                                                                const T *x, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
+    // Per group: input channels, output channels, and values of the weight for one output channel.
     const int in = s.channels / s.groups, outs = s.out_channels / s.groups,
               values = s.kernel_height * s.kernel_width * in;
     const int columns = (values + PLAIN_TILE - 1) / PLAIN_TILE;
@@ -196,6 +203,7 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(
         const int tap = value / in, a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
         Acc<T> sum = 0;
         if (out < int(s.out_channels)) {
+            // The first input channel of the group of `out`, plus the channel in the group.
             const int channel = out / outs * in + value - tap * in;
             for (int pixel = range.x + warp; pixel < range.y; pixel += PLAIN_THREADS / WARP) {
                 sum += widen(grad[int64_t(pixel) * s.out_channels + out]) * input_value(x, s, pixel, a, b, channel);

@@ -118,6 +118,7 @@ def train(
             else "ray: say how many processes: --workers N"
         )
     needs = {"CPU": cpus_per_worker, **({"GPU": 1} if on_gpu else {})}
+    # The processes have other current folders, so `located` makes the paths absolute.
     config = config.located().with_(device="cuda" if on_gpu else "cpu")
     for failures in count():
         attempt = _Workers(ray, number, needs, strategy, wait_seconds)

@@ -47,7 +47,8 @@ pub struct Quantized {
     /// At least one part, so [`device`](Self::device) and [`format`](Self::format) never return their defaults.
     parts: Arc<[Part]>,
     /// The codes transposed, for the product that computes an input's gradient, and a scale of 1 for each of their rows
-    /// (`ones`); see [`with_transposed_codes`](Self::with_transposed_codes).
+    /// (`ones`), because the matrix's own scales multiply the other factor of this product; see
+    /// [`with_transposed_codes`](Self::with_transposed_codes).
     transposed: Option<Transposed>,
 }
 

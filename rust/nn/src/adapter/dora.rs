@@ -103,7 +103,8 @@ impl Dora {
         let scale = self.factors.scale();
         let dropout_probability = self.factors.active_dropout();
         if let (None, Operation::Linear) = (dropout_probability, base.operation) {
-            // One fused operation, which converts f32 parameters itself.
+            // One fused operation. It takes f32 parameters with f16 or bf16 inputs, so `operands` and `operand` do not
+            // convert f32 parameters then.
             let (down, up) = self.factors.operands(x.dtype())?;
             let magnitude = lora::operand(magnitude, x.dtype())?;
             let (weight, bias) = (base.weight, base.bias);
@@ -122,7 +123,7 @@ impl Dora {
             return base.bias.map_or_else(|| Ok(y.clone()), |bias| y.add(bias));
         };
         // With dropout, peft adds (c - 1) W x' + c s B A x' to W x + b, where x' is x after dropout and
-        // c = m / ‖W + s B A‖.
+        // c = m / ‖W + s B A‖. `true` means training.
         let dropped = dropout(x, p, true)?;
         let change = without_bias.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
         let low_rank = self.factors.low_rank(&dropped, base)?.mul(&ratio)?;
@@ -159,6 +160,7 @@ impl Adapter for Dora {
                 magnitude.to_dtype(constant.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
             }
             Magnitude::PerInput(magnitude) => {
+                // (in): the inputs are the last dimension of the weight.
                 magnitude.to_dtype(constant.dtype())?.div(&input_norm(&constant)?)?.squeeze(0)?
             }
         };

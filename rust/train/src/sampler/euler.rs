@@ -26,7 +26,8 @@ impl Euler {
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         // The noise levels of all timesteps of training.
         let all = schedule.sigmas();
-        // The timesteps of all steps, without the end of the last step.
+        // `spaced` returns the first `steps` of `count` timesteps. Euler's method needs no timestep at the end of the
+        // last step, so it has no more than `steps`.
         let count = steps;
         let mut timesteps = grid::spaced(schedule, count, steps)?;
         let mut sigmas = grid::sigmas_at(&all, &timesteps);

@@ -21,7 +21,8 @@ const GROUP: usize = 8;
 /// their lo.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 /// The kernel that splits the right factor (the weight): each row becomes the hi of all channels, their lo, then again
-/// their hi.
+/// their hi. Its arguments have the same types as those of the left kernel, so the two kernels share a structure of
+/// arguments, `PairsLeft`.
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
 /// Splits a dense f32 operand with rows of `channels` numbers (the channels of a pixel of the image, or of an element
@@ -93,6 +94,7 @@ pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Re
     };
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
+    // `run` splits the f32 operands by a call of `operands`.
     let y = run(op, sizes, [1, 1, rows, out], [&x, &weight], bias.as_ref())?;
     Ok(Some(y.reshape((rows, out))?))
 }

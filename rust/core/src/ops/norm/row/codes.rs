@@ -38,6 +38,7 @@ impl<'a> CodesNorm<'a> {
         let RowNorm { op, kind, size, ref affine, eps } = self.0;
         // Input 0 of the node is the sum. The backward pass reads saved tensors only if the sum needs a gradient.
         let reads = saver.needs(0).then(|| Reads::save(saver, sum, statistics));
+        // Only a backward pass that recomputes the norm would read the shift too.
         let recomputes_norm = false;
         let affine = affine.save(saver, recomputes_norm);
         CodesNormBackward(RowNormBackward { op, kind, size, reads, affine, eps })
