@@ -23,8 +23,9 @@ EVERYWHERE: dict[str, Any] = {
     "target_modules": ["all-linear", "all-conv"],
 }
 # The settings of each kind of adapter. LoCon is LoRA on convolutions, too: in "locon_uniform" all
-# layers have the same rank and alpha, in "locon" some layers have others. In "lokr_both", both
-# factors of LoKr may be low-rank.
+# layers have the same rank and alpha, in "locon" some layers have others. The magnitude of "dora"
+# has a value for each output of a layer, that of "dora_input" one for each input. In
+# "lokr_both", both factors of LoKr may be low-rank.
 KINDS: dict[str, dict[str, Any]] = {
     "lora": ATTENTION,
     "rslora": ATTENTION | {"use_rslora": True},

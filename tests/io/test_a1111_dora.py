@@ -28,6 +28,7 @@ def weight_in_a1111(weight: np.ndarray, module: Arrays) -> np.ndarray:
     )
 
 
+# The magnitude of `dora` has a value for each output, that of `dora_input` one for each input.
 @pytest.mark.parametrize(("kind", "is_exact"), [("dora", False), ("dora_input", True)])
 def test_only_a_magnitude_for_each_input_is_applied_as_trained(
     sdxl: Path,

@@ -125,6 +125,7 @@ def test_a_resumed_run_continues_to_count_losses_without_improvement(
     assert (run.completed, run.step) == (True, end)
     assert any(line.startswith(f"early stop: after step {end} of 40") for line in lines)
     train(again.with_(early_stop=None, steps=end + 3))
+    # `end` is even, so step `end + 3` has a validation only because it is the last step.
     assert max(validations(config.output)) == end + 3
 
 

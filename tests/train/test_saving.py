@@ -87,7 +87,7 @@ def test_the_older_checkpoint_stays_until_the_newer_is_complete(
 
     def save_at_once(trainer: Trainer[Any]) -> None:
         gate.set()
-        trainer.save()
+        trainer.save()  # writes a checkpoint and waits for it
         gate.clear()
 
     # After step 7, the checkpoint of step 5 waits to be written.

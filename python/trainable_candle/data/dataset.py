@@ -337,7 +337,7 @@ class Dataset:
         width, height = bucket.width // factor, bucket.height // factor
         if item.mask == "alpha":
             mask = read_alpha(item.image.path)
-        elif item.image.mask is not None:
+        elif item.image.mask is not None:  # a mask's file; only set if `item.mask` is "file"
             mask = read_grey(item.image.mask)
         else:
             return np.full((height, width), 255, np.uint8)

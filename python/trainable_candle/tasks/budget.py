@@ -136,7 +136,7 @@ class Budget:
     def paced(self, estimate: Estimate) -> Rates:
         """Return the GPU's rates, with the rate at which the run copies streamed weights.
 
-        The rates of an unknown GPU are those of `ANY_GPU`.
+        An unknown GPU has those of `ANY_GPU`. A ring is a small pinned buffer for unpinned weights.
         """
         rates = self.rates or ANY_GPU
         if self.peers is not None:

@@ -296,6 +296,8 @@ fn a_step_with_a_grad_store_clears_only_the_gradients_it_has_used() -> Result<()
     let vars = variables(DType::F32, Layout::Flat, &device);
     let mut opt = AdamW::new(vars.clone(), 0.01, 0.1)?;
     set_grads(&vars, 0, 1.0);
+    // The backward pass reaches variables 0 and 2 only, and adds to the gradients that they have. The step updates and
+    // clears the variables that it has reached.
     let grads = vars[0].sqr()?.sum_all()?.add(&vars[2].sqr()?.sum_all()?)?.backward()?;
     opt.step(&grads)?;
     assert!(vars[0].grad().is_none() && vars[2].grad().is_none() && vars[4].grad().is_some());
@@ -324,6 +326,7 @@ fn moving_averages_equal_those_of_the_cpu_up_to_rounding() -> Result<()> {
         ema.load_state_dict(&saved)?;
         ema.swap_in()?;
         let averages: Vec<Vec<f32>> = buffer.vars().iter().map(|var| var.to_vec()).collect::<Result<_>>()?;
+        // On a GPU, a copy follows its variable at once; on the CPU, only when `compute_copy` is called again.
         if device.is_cuda() {
             assert_eq!(bits(&copy), bits(&buffer.vars()[2].detach().to_dtype(DType::BF16)?));
         }

@@ -89,7 +89,7 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
             return Err(format!("the file has two tensors \"{name}\""));
         }
     }
-    // Where the tensors' data begins.
+    // Where the tensors' data begins. `incomplete` needs some type of reader, but does not depend on it.
     let data_start = reader.at.checked_next_multiple_of(alignment).ok_or_else(Reader::<&[u8]>::incomplete)?;
     for (name, info) in &mut tensors {
         let start = info.start.checked_add(data_start);

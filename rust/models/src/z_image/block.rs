@@ -138,6 +138,7 @@ impl Block {
             // One condition for a sample, as one token.
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
+        // Full checkpointing recomputes this block by itself, not together with the previous one.
         let continues_previous = false;
         saved.block(values, continues_previous, |saved| {
             // The tape keeps the inputs of the four norms: the block's input, the attention's result, the residual sum
