@@ -32,8 +32,8 @@ struct Targets {
 namespace {
 
 // Divides a row among its team, the blockDim.x threads that work on the row (rows.cuh), and calls f(index of the first element, number of
-// elements as a constant) for each part. Parts are packs between the first and the last 16-byte boundary, and single elements before and
-// after these packs. Without `wide`, all parts are single elements.
+// elements as a constant) for each part. Parts are packs of 16 bytes, which are WIDE<T> elements, between the first and the last 16-byte
+// boundary, and single elements before and after these packs. Without `wide`, all parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;

@@ -76,8 +76,9 @@ def test_only_ids_of_ordinary_or_missing_tokens_are_rejected(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    # The last argument is the number of rows of the model's embedding. It needs no rows for the
-    # three added tokens, and may have more rows than there are tokens.
+    # The second argument is the model's folder, or a file in it, which need not exist here. The
+    # third is the number of rows of the embedding, which needs no rows for the three added tokens,
+    # and may have more rows than there are tokens.
     if message is None:
         check_tokenizer(tokenizer(), tmp_path, WORDS)
         check_tokenizer(tokenizer(), tmp_path / "model.safetensors", 2 * WORDS)

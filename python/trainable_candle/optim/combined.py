@@ -23,7 +23,8 @@ class _Combined(ChainableScheduler):
 
     As in every `ChainableScheduler`, `_first` takes the rates that the scheduler starts from and
     returns those of epoch 0; `_next` takes the rates of the previous epoch and returns those of
-    epoch `last_epoch`.
+    epoch `last_epoch`. `restart` goes back to epoch 0, from the rates given to it or, by default,
+    from the optimizer's initial rates.
     """
 
     @explained

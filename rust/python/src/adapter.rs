@@ -164,6 +164,7 @@ pub fn init_linear(
     let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
     let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {
         let weight = tc::Var::from_tensor(&init::kaiming_uniform((out_features, in_features), dtype, &device)?)?;
+        // `in_features` determines the range of the bias, `out_features` is its shape.
         let bias =
             bias.then(|| tc::Var::from_tensor(&init::uniform_by_fan(in_features, out_features, dtype, &device)?));
         Ok((weight, bias.transpose()?))

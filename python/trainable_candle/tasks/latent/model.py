@@ -316,7 +316,7 @@ class LatentModel(ABC):
         """Return conditions besides the text, such as crop and size, (B, ...) by name.
 
         Args:
-            frames: the frame of each image.
+            frames: for each image, its original size and the position and size of its crop.
             guidance: the guidance scale, for models that take it as input; None: the scale for
                 training.
         """

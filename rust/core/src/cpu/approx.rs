@@ -154,7 +154,8 @@ mod tests {
             return 0.0;
         }
         let size = rounded.abs().clamp(f32::MIN_POSITIVE, f32::MAX);
-        // Infinite at f32::MAX, where the distance to the next lower number takes its place.
+        // The distance to the next f32. At f32::MAX it is infinite, so the distance to the next lower number takes its
+        // place.
         let unit = f64::from(f32::from_bits(size.to_bits() + 1) - size);
         (f64::from(got) - exact).abs() / if unit.is_finite() { unit } else { f64::from(size - size.next_down()) }
     }

@@ -159,7 +159,8 @@ impl Shards {
         Ok((Self { gpu, copies, number, own: Some(own), opened: Vec::new(), processes, ledger }, text))
     }
 
-    /// Open the shards of the other processes, given the texts that [`new`](Self::new) returned in all processes.
+    /// Open the shards of the other processes, given the texts that [`new`](Self::new) returned in all processes,
+    /// this one included, in the order of their numbers.
     ///
     /// # Errors
     /// [`Error::Device`] if this device cannot read the memory of another process's device, [`Error::Argument`] if a

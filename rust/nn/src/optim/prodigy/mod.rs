@@ -176,6 +176,7 @@ impl Prodigy {
                 return Err(Error::argument(NAME, message));
             }
         }
+        // On the CPU, `run` sets `d` and `dlr` before each use.
         let groups = groups.into_iter().map(|ParamGroup { params, config }| ParamGroup {
             params,
             config: StepConfig { config, d: 0.0, dlr: 0.0 },
@@ -184,6 +185,7 @@ impl Prodigy {
         let start = Estimate { d: first_config.d0, d_max: first_config.d0, numerator: 0.0, steps: 0.0 };
         stepper.set_shared(start.to_shared())?;
         let prodigy = Self { stepper };
+        // The comparison above leaves out the learning rates; this call checks them.
         prodigy.common_lr()?;
         Ok(prodigy)
     }

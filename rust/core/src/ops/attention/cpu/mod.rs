@@ -177,8 +177,8 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// Returns the number to subtract from scores: `x`, which is their maximum or log-sum, or zero if `x` is negative
-/// infinity because the query sees no key.
+/// Returns the number to subtract from the scores of a query before the exponential: `x`, which is their maximum or
+/// log-sum-exp. If `x` is negative infinity, because the query sees no key, the number is zero: -∞ - (-∞) would be NaN.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }
