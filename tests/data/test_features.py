@@ -246,6 +246,8 @@ def test_a_missing_entry_and_a_missing_folder_are_errors(
 
 def test_a_killed_run_leaves_only_whole_entries(images: MakeImages, tmp_path: Path) -> None:
     images("a", *[(64, 64)] * 60)
+    # Each pixel is repeated 40 times, so that an entry has 2 MB and takes a while to write: a kill
+    # may then come in the middle of a file.
     script = (
         "import numpy as np, trainable_candle as tc\n"
         "from trainable_candle.data import *\n"

@@ -108,6 +108,7 @@ group.close()
 
 def run(script: str, size: int) -> list[dict[str, Any]]:
     """Run a script in `size` processes; return what each rank prints."""
+    # The processes meet at a socket in the folder; the usual folder's path may be too long for it.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         processes = [
             subprocess.Popen(

@@ -238,9 +238,10 @@ def test_gradients_of_several_lora_layers_are_computed_in_one_call():
 def test_gradients_of_f32_factors_are_f32_if_inputs_are_bf16():
     x, g, down, up = (tc.tensor(a) for a in arrays(5, (6, 5), (6, 4), (2, 5), (4, 2)))
     in_bf16 = [t.to("bf16") for t in (g, x)]
-    grads = tc.lora_backward(*in_bf16, tc.Var(down), tc.Var(up), 0.5)
+    scale = 0.5
+    grads = tc.lora_backward(*in_bf16, tc.Var(down), tc.Var(up), scale)
     assert [t.dtype for t in grads] == ["f32", "f32"]
-    for found, expected in zip(grads, tc.lora_backward(g, x, down, up, 0.5), strict=True):
+    for found, expected in zip(grads, tc.lora_backward(g, x, down, up, scale), strict=True):
         assert_close(found, expected.numpy(), atol=0.1)
 
 

@@ -81,6 +81,8 @@ def test_the_loss_of_a_flow_equals_its_definition(
     config = TrainConfig(**settings)
     objective = FlowObjective(config)
     latents = rng().standard_normal(SHAPE).astype(np.float32)
+    # `samples` are arbitrary numbers of the samples in a run. Numbers and seed determine the noise
+    # and its levels.
     inputs = objective.noise(tc.tensor(latents), samples=[4, 1, 9], seed=3)
     mask = rng().random((3, 1, 4, 5)).astype(np.float32) if has_mask else None
     if mask is not None:

@@ -24,6 +24,7 @@ static __device__ __forceinline__ void schedule_free(const Elements<G, C> &eleme
         *lr_max = largest;
         *weight_sum = static_cast<float>(sum);
     }
+    // The square root of the second moment's bias correction.
     const float root = static_cast<float>(sqrt(1.0 - pow(settings.beta2, step)));
     const float beta2 = static_cast<float>(settings.beta2), gain2 = static_cast<float>(1.0 - settings.beta2);
     const float eps = static_cast<float>(settings.eps), decay = static_cast<float>(settings.weight_decay);

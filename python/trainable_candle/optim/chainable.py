@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle._explained import explained
+from trainable_candle._explained import explained  # puts the class in messages of errors
 from trainable_candle.errors import ArgumentError
 from trainable_candle.optim.groups import GroupedOptimizer
 
@@ -75,12 +75,13 @@ class ChainableScheduler:
             # Start from the current rates: other schedulers may have changed the initial ones.
             self.restart(self.optimizer.group_lrs)
         else:
-            self.last_epoch = finished + 1
+            self.last_epoch = finished + 1  # as in torch, the attribute is the current epoch
+            # Without a closed form, the optimizer must have this epoch's rates already.
             if self._is_closed:
                 self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def restart(self, lrs: Sequence[float] | None = None) -> None:
-        """Go back to epoch 0. The scheduler then changes `lrs`, by default the initial rates."""
+        """Go back to epoch 0, and set its rates, computed from `lrs`, by default the initial ones."""
         self.last_epoch = 0
         self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
 
@@ -96,7 +97,8 @@ class ChainableScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the initial rates and the settings, for `load_state_dict`.
 
-        The current learning rates are in the optimizer's state. Functions are in no state.
+        The current learning rates are in the optimizer's state. Functions, such
+        as `lr_lambda`, are not saved.
         """
         public = {n: v for n, v in vars(self).items() if n != "optimizer" and not n.startswith("_")}
         return {name: value for name, value in public.items() if not callable(value)}

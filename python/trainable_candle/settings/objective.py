@@ -3,8 +3,9 @@
 A `Condition` has the names of settings, and a function of the configuration of a whole run: the
 settings have an effect only if the function returns True.
 
-In a `Setting`, `above=True` excludes the bound `low` itself, and the short help omits a setting
-with `rare=True`.
+In a `Setting`, `low` is the least value, or with `above=True` a bound that the value must exceed.
+With `below`, the value must be less than that bound. The short help omits a setting with
+`rare=True`.
 """
 
 from __future__ import annotations

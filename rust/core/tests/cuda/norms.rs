@@ -17,8 +17,8 @@ const NORMED_DIMS: usize = 1;
 /// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has
 /// several rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the
 /// registers of the threads that share a row. No number of rows is a multiple of seven: the gradients of the results
-/// (`weights_like`) repeat after seven elements, so those of a column add up to zero over seven rows, and the gradient
-/// of a bias would be zero.
+/// (`weights_like` of the module `walk`) are seven numbers again and again, whose sum is zero. No length is a multiple
+/// of seven, so a column has all seven numbers in seven rows, and their sum, the gradient of a bias, would be zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
@@ -34,6 +34,7 @@ fn norms_of_rows_equal_the_cpu() {
     let device = gpu().unwrap();
     for [rows, len] in SIZES {
         for (dtype, tolerance) in TOLERANCE {
+            // Normally distributed, with standard deviation 1.0.
             let inputs = [&[rows, len][..], &[rows, len], &[len], &[len]].map(|dims| random(dims, 1.0, dtype));
             let [x, residual, weight, bias] = &inputs;
             let of = |name: &str| format!("{name} of {rows} x {len} in {}", dtype.as_str());
@@ -71,6 +72,7 @@ fn modulated_norms_equal_the_cpu() {
             let inputs =
                 [&[batch, positions, len][..], &[batch, len], &[batch, len]].map(|dims| random(dims, 1.0, dtype));
             let what = format!("{batch} x {positions} x {len} in {}", dtype.as_str());
+            // The last two inputs are scale and shift.
             let run = |x: &[Tensor]| modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
             compare(&what, &run, &inputs, &device, tolerance);
             compare(&format!("{what}, beside x"), &|x| run(x)?.add(&x[0]), &inputs, &device, tolerance);

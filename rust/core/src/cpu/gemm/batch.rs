@@ -78,7 +78,9 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));
     }
-    // A result of two dimensions is not a matrix if it is the product of a batch of matrices and a vector.
+    // A result of two dimensions is not a matrix if it is the product of a batch of matrices and a vector. Then `batch`
+    // has the batch dimension, or `m` differs from the first dimension. (With one row per matrix they may be equal, but
+    // then the result is a matrix of one column.)
     let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
     let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {
