@@ -84,7 +84,8 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
     DEFINE_SUM(smooth_absolute, SmoothAbsolute, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUMS)
 
-// *result = factor · Σ_k partials[k] over k < count; factor is 1 / len for the mean loss, 1 for the sum. Launch: block 256, grid 1, no dynamic shared memory.
+// *result = factor · Σ_k partials[k] over k < count; factor is 1 / len for the mean loss, 1 for the sum. Launch: block 256, grid 1,
+// no dynamic shared memory.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void loss_total_##SUFFIX(const double *partials, T *result, uint32_t count, double factor) { \
         follow();                                                                                                      \

@@ -81,7 +81,7 @@ class ChainableScheduler:
                 self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def restart(self, lrs: Sequence[float] | None = None) -> None:
-        """Go back to epoch 0, and set its rates, computed from `lrs`, by default the initial ones."""
+        """Go back to epoch 0; compute its rates from `lrs`, by default the initial rates."""
         self.last_epoch = 0
         self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
 
