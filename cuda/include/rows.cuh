@@ -37,8 +37,8 @@ template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, c
     else *reinterpret_cast<decltype(word) *>(to) = word;
 }
 
-// Keeps the compiler from widening 16-bit values of a pack before this point for use after it, or from keeping widened values beyond it:
-// widened values take twice the registers.
+// At this point, the compiler has only the 16-bit values of a pack in registers: it can neither widen a value earlier for use after this
+// point, nor keep a value that it has widened before. Widened values take twice the registers.
 template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T, N> &pack) {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
         auto *words = reinterpret_cast<uint32_t *>(pack.values);
@@ -69,7 +69,7 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(c
 // Loads `N` values of type S, widened to A, in accesses of up to 16 bytes. The address must be a multiple of the size of one access: for
 // N = 1, it may be that of any element.
 template <typename S, typename A, int N> __device__ __forceinline__ void load_values(const S *from, A (&values)[N]) {
-    constexpr int STEP = N < WIDE<S> ? N : WIDE<S>;
+    constexpr int STEP = N < WIDE<S> ? N : WIDE<S>; // WIDE values of S are 16 bytes
 #pragma unroll
     for (int i = 0; i < N; i += STEP) {
         const auto pack = load_pack<STEP>(from + i);

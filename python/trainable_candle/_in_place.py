@@ -98,7 +98,7 @@ class VarMethods:
 
 
 def _set(variable: object, value: Tensor) -> Var:
-    """Set and return a variable; if both are floating point, the value gets its dtype."""
+    """Set and return a variable; if both are floating point, convert the value to its dtype."""
     var = cast("Var", variable)
     are_floats = var.dtype in _FLOATS and value.dtype in _FLOATS
     var.set(value.to(var.dtype) if are_floats else value)

@@ -182,6 +182,7 @@ def test_a_feed_forward_network_of_codes_equals_separate_operations(
     """Under the policy "selective", the operations run separately; otherwise they are fused."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
     config |= {"block_out_channels": [8, 16, width], "norm_num_groups": 8, "layers_per_block": 1}
+    # In configurations of SDXL, `attention_head_dim` has the numbers of heads.
     config |= {"attention_head_dim": [1, 2, width // 16], "transformer_layers_per_block": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tc.manual_seed(0)

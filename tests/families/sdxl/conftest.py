@@ -11,7 +11,7 @@ from trainable_candle.train import TrainConfig
 
 @pytest.fixture
 def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """A function that returns settings of a run on the small images; arguments replace defaults."""
+    """A function that returns settings of a run on `sdxl_folder`; arguments replace defaults."""
 
     def configure(**given: Any) -> TrainConfig:
         settings = {

@@ -63,7 +63,7 @@ impl Rule for SGDRule {
     const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
         prepare: "sgd",
         step: "sgd",
-        before: &[], // no kernels run before `step`
+        before: &[], // no further kernels between `prepare` and `step`
         step_8bit: None,
         settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| Settings {
             lr,

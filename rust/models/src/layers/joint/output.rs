@@ -75,7 +75,8 @@ impl ModulatedOutput {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.projection.in_features();
         saved.outside(|saved| {
-            // The condition is one row of D values.
+            // A pair has the number of a layer's input values and that of its input rows. The condition is one row of D
+            // values.
             self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1)));
             // The layer norm keeps its input.
             saved.keep(tokens * dim);

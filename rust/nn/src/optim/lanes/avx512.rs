@@ -241,8 +241,8 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m512i; 4]) -> bool {
-        // Compares the 16-bit halves of all elements. The lower half is the fraction; the upper half, which has the
-        // whole part, is never below the limit.
+        // Compares the 16-bit halves of all elements. The lower half is the fraction. The upper half is never below the
+        // limit, even for the whole part 0, because it also has the exponent of an f32 (see `base` in `codes.rs`).
         let smaller = |a, b| intrinsics!(_mm512_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
@@ -261,12 +261,13 @@ impl Registers for Avx512 {
                 let number = _mm512_srli_epi32::<16>(number);
                 let mut result = number;
                 if SIGNED {
-                    // The clamp needs the number without the bits above it.
+                    // The clamp needs the number without the bits above it, which are an f32's exponent.
                     let number = _mm512_and_si512(number, _mm512_set1_epi32(0xff));
                     let zero = _mm512_set1_epi32(i32::from(ZERO));
                     let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
                     // Clamps the numbers of negative values to [1, ZERO], because a negative value must not get the
-                    // code of zero, and no code represents -1 (number ZERO + 1).
+                    // code of zero, and no code represents -1: the magnitude 1 has the number ZERO + 1, and codes begin
+                    // at 0.
                     let clamped = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
                     result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, clamped);
                 }
