@@ -6,15 +6,16 @@ Every process trains a full-size model of random weights with `Trainer` as `trai
 1 at 1024 x 1024 px, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16. `sdxl` is the UNet with adapters
 on every transformer layer, `flux` is Flux.1-dev with adapters on its attention and full
 checkpointing. One GPU then trains twice: with one batch a step, to compare times, and with as many
-batches a step as there are GPUs, to compare losses. The time of a sum of f32 vectors includes
-everything that a step waits for.
+batches a step as there are GPUs, to compare losses. Before training, the script times sums of f32
+vectors over all GPUs, from the start of the sums until the GPU has done all queued work.
 
 With `--stream 57`, the script trains only Flux, and only on all GPUs: it compares nothing with one
 GPU. It keeps 57 blocks, all that Flux.1 has, in host memory: one copy for all processes or, with
 `--apart`, one copy for each process. It prints the time of a step, the peak memory of a GPU, the
 host memory of each process (Pss, which divides shared memory among the processes that share it),
 and by how much loading reduced the free memory of the machine. With `--peers`, it measures this
-twice: with the blocks in host memory, and with a slice of the blocks on each GPU.
+twice: with the blocks in host memory, and with a slice of the blocks on each GPU. `--apart` shares
+nothing, so do not combine it with `--peers`.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -106,6 +107,7 @@ def sdxl(device: str) -> Network:
 
 
 def flux(device: str, stream: int = 0) -> Network:
+    # Titles begin with the model and the kind of checkpointing.
     found = [case for case in cases() if case.title.startswith("flux-dev, full")]
     model = model_of(found[0], device, stream_blocks=stream, stream_modulation=stream > 0)
     model.enable_gradient_checkpointing("full")
@@ -294,6 +296,7 @@ def main() -> None:
     parser.add_argument("--stream", type=int, default=0)
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--peers", action="store_true")
+    # Only `start` gives these two flags and `--accumulation`, to the processes that it starts.
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()

@@ -244,6 +244,7 @@ def _drafts(
     Raises:
         ValueError: the line cannot be used.
     """
+    # `others` are the fields that a line of this form may lack.
     for name in (*form.fields, *form.others):
         require_whole(row.values.get(name), name)
     read = form.read(row.values)

@@ -54,8 +54,8 @@ pub fn conv2d_add(
                 cpu => compute::binary(&cpu::forward(&geometry, x, weight, bias)?, addend, Add),
             )
         },
-        // In `needs` here and below, input 0 is `x` and input 1 is `addend`. `hold` keeps a parameter without counting it
-        // as saved memory.
+        // In `needs` here and below, input 0 is `x` and input 1 is `addend`. `hold` keeps a parameter without counting
+        // it as saved memory.
         |saver, _| Conv2dAddBackward {
             weight: saver.needs(0).then(|| saver.hold(weight)),
             geometry,
