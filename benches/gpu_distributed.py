@@ -14,8 +14,7 @@ GPU. It keeps 57 blocks, all that Flux.1 has, in host memory: one copy for all p
 `--apart`, one copy for each process. It prints the time of a step, the peak memory of a GPU, the
 host memory of each process (Pss, which divides shared memory among the processes that share it),
 and by how much loading reduced the free memory of the machine. With `--peers`, it measures this
-twice: with the blocks in host memory, and with a slice of the blocks on each GPU. `--apart` shares
-nothing, so do not combine it with `--peers`.
+twice: with the blocks in host memory, and with a slice of the blocks on each GPU.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -300,6 +299,8 @@ def main() -> None:
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()
+    if options.apart and options.peers:
+        parser.error("--peers shares the blocks, but --apart shares nothing")
     if options.child:
         child(options)
         return
