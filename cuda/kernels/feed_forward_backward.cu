@@ -198,7 +198,7 @@ template <typename T> struct Block : BackwardArguments<T> {
     }
 
     // The offset in a factor, in bytes, of the row whose address this lane passes to `ldmatrix`, which loads the four 8 x 8 matrices of
-    // products `i` and `i + 1`.
+    // products `i` and `i + 1`: for product i, the ranks 0 to 7 and 8 to 15 of its eight rows, then the same for product i + 1.
     __device__ __forceinline__ uint32_t factor_offset(int i) const { return ranks_offset(8 * i + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
 
     // Writes the gradients of h and gate to rows `first` + lane / 4 + 8 half of dx.
@@ -267,6 +267,8 @@ template <typename T> struct Block : BackwardArguments<T> {
         for (int matrix = 0; matrix < MATRICES; matrix++) {
             uint32_t found[4];
             load_transposed(found, ranks(index, matrix) + ranks_offset(lane % 16, lane / 16));
+            // The matrices found are ranks 0 to 7 of rows 0 to 7 and of rows 8 to 15, then ranks 8 to 15 of both. In a left operand, here
+            // with the ranks as its rows, matrix 1 is below matrix 0: ranks 8 to 15 of rows 0 to 7.
             const uint32_t left[4] = {found[0], found[2], found[1], found[3]};
 #pragma unroll
             for (int i = 0; i < 4; i++)

@@ -182,7 +182,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
                                             const Round &round) {
     const uint32_t lane = threadIdx.x % WARP, warps = gridDim.x * (THREADS / WARP);
     const uint32_t first = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
-    if (coefficients->skip) {
+    if (coefficients->skip) { // The same in all groups.
         for (uint32_t i = first; i < count; i += warps) {
             const Piece piece = load_piece(pieces + i);
             clear_grads(Buffers<P, G, C>(segments, piece, zero_grads), piece, lane, WARP);

@@ -61,6 +61,7 @@ def test_the_environment_variable_limits_the_probe_too(cuda: Any) -> None:
     print(_core.cuda_pinnable_bytes("cuda", 1 << 30))
     """
     )
+    # The variable limits what the probe asks for, so the probe pins 64 MiB, then the rest.
     assert int(run.output) == 100 * MIB
 
 

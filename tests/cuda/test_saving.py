@@ -138,6 +138,7 @@ def test_a_save_copies_each_value_once(
     # A value that is bf16 in the file is copied as f32.
     widening = 2 if dtype else 1
     assert parameter_bytes == sum(file.values()) * widening
+    # There is a norm for each magnitude, so the norms have the size of the magnitudes in the file.
     norm_file_bytes = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
     norm_bytes = norm_file_bytes * widening
     # Kinds other than DoRA have no norms, so `norm_bytes` is 0. For DoRA, files in ComfyUI's form

@@ -3,7 +3,8 @@
 `cuda.run` runs a snippet and returns the log of its calls. `mark` writes a mark into the log, and
 `run.after(mark)` has the calls from a mark to the next one. `of(kind, ...)` selects calls by kind:
 "refused" are calls to which the simulated libraries returned an error; "grow" takes more device
-memory; "capture-begin" begins to record a CUDA graph, and "replay" launches one.
+memory; "capture-begin" begins to record a CUDA graph, and "replay" launches one; "product" is a
+matrix product by cuBLAS. `waits` are the calls that make the host wait for the device.
 """
 
 import json

@@ -153,6 +153,7 @@ def test_a_folder_by_bitsandbytes_has_the_values_of_bitsandbytes(
     torch = pytest.importorskip("torch")
     bitsandbytes = pytest.importorskip("bitsandbytes")
     kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    # Only config.json is used: below, the weights of bitsandbytes replace the file of tensors.
     write_folder_of_bitsandbytes(tmp_path, bnb_4bit_use_double_quant=double)
     tensors, expected = {}, {}
     for name, tensor in tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors").items():

@@ -25,6 +25,7 @@ ON_GPU = TrainConfig(device="cuda", precision="bf16")
 
 
 def test_modulation_is_streamed_before_blocks_and_no_plan_rounds_to_fp8() -> None:
+    # A model with blocks, for which `replace` changes a `Work` of a model without blocks.
     work = replace(
         work_without_blocks(layers=1e12, attention=0, kept=0),
         blocks=57,

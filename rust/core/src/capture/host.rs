@@ -124,7 +124,8 @@ mod tests {
     use super::super::Run;
     use super::*;
 
-    // `Run::begin(true)` records, as a capture does; `Run::begin(false)` is an eager run.
+    // `Run::begin(true)` records, as a capture does; `Run::begin(false)` is an eager run. Effects that are dropped undo
+    // the run's changes, unless `commit` was called before.
 
     #[test]
     fn a_record_is_stale_while_a_value_that_it_depends_on_differs() {

@@ -109,6 +109,7 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
         }
     }
     if axes.is_empty() {
+        // The only index of this axis is 0, so its strides do not matter.
         axes.push(Axis { size: 1, strides: [1; K] });
     }
     axes

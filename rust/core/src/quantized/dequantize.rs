@@ -12,7 +12,7 @@ use crate::cpu::{Elem, Real};
 use crate::raw::{Raw, check_allocation, from_vec, with_bytes};
 use crate::{Result, dispatch_float};
 
-/// Number of elements that a thread takes at a time; a multiple of every format's block size.
+/// Number of elements of NF4 that a thread takes at a time; a multiple of the block size.
 const GRAIN: usize = 32 * 1024;
 
 impl Quantized {

@@ -63,7 +63,8 @@ impl EncoderLayer {
         // Numbers of values: of the hidden states, and between the two linear layers of the feed-forward network.
         let (states, between) = (tokens * dim, tokens * wide);
         // In the calls below, a pair has the number of values of a linear layer's input and the number of tokens.
-        // Under full checkpointing, the backward pass recomputes the layer alone, not together with the previous one.
+        // `block` gets the number of values of the layer's input. Under full checkpointing, the backward pass
+        // recomputes the layer alone, not together with the previous one.
         let recomputed_with_previous = false;
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.

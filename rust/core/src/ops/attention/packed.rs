@@ -108,6 +108,7 @@ impl Packed {
             ));
         }
         let scale = 1.0 / ((width / heads).max(1) as f64).sqrt();
+        // `scores` is the shape of the scores.
         let (scores, visible_keys) = (vec![batch, heads, queries, keys], cpu::VisibleKeys::of(is_causal));
         // Each head of queries has its own head of keys and values.
         let group = 1;

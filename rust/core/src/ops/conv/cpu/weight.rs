@@ -29,6 +29,7 @@ struct Stretch {
 pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
     let stencil = Stencil::forward(geometry);
     let shape = TileShape::detect::<T::Acc>();
+    // `row_len` is the number of elements in the weight of one output channel.
     let mut result = vec![T::Acc::ZERO; geometry.out_channels * geometry.row_len()];
     // Input and output channels of a group.
     let depth = geometry.channels_per_group();
@@ -50,7 +51,8 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
             let outs = panels.start * shape.columns..(panels.end * shape.columns).min(out);
             let task = Task {
                 geometry,
-                // The forward pass has a single phase.
+                // A phase has the positions that use the same kernel taps. In the forward pass all positions do, so
+                // there is a single phase.
                 axes: &stencil.phases[0],
                 shape,
                 group,

@@ -8,8 +8,9 @@ use crate::ops::rope::cases::{plain as plain_rope, tables};
 
 pub(in crate::ops::norm) fn cases() -> Vec<Case> {
     const EPS: f64 = 1e-6;
-    // The shapes are those of the inputs: x[0] is (..., positions, width), and x[1], if there is one, the weight
-    // (width,).
+    // `tables` makes cos and sin for the positions and the width of an input; `frozen` makes a constant of a shape. The
+    // shapes of a case are those of the inputs whose gradients are tested: x[0] is (..., positions, width), and x[1],
+    // if there is one, the weight (width,).
     let case = |label, shapes: &[&[usize]], interleaved| {
         let fused = move |x: &[Tensor]| {
             let [cos, sin] = tables(&x[0])?;
