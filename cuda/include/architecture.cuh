@@ -9,5 +9,5 @@ constexpr int ARCHITECTURE = 0;
 #endif
 
 // Whether a multiprocessor has 100 KiB of shared memory, of which each block takes 1 KiB more than it asks for. On the other
-// architectures it has 164 KiB or more.
+// supported architectures (8.0 is the lowest) it has 164 KiB or more.
 constexpr bool HAS_SMALL_SHARED_MEMORY = ARCHITECTURE == 860 || ARCHITECTURE == 890 || ARCHITECTURE >= 1200;

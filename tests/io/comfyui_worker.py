@@ -27,7 +27,8 @@ import sys
 from typing import Any
 
 requests = sys.stdin
-# ComfyUI prints to the standard output too.
+# ComfyUI prints to the standard output too. So `answers` is a copy of the standard output, and what
+# ComfyUI prints goes to the standard error.
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 folder = sys.argv[1]
@@ -77,6 +78,7 @@ def load_resized(module: Any, state_dict: dict[str, Any], *args: Any, **options:
     return load_state_dict(module, state_dict, *args, **options)
 
 
+# torch's own function, which `load_resized` calls.
 load_state_dict = torch.nn.Module.load_state_dict
 torch.nn.Module.load_state_dict = load_resized
 

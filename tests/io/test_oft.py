@@ -163,7 +163,7 @@ def test_written_files_have_the_form_that_comfyui_reads(
 ) -> None:
     path = tmp_path / "a.safetensors"
     adapter = attach(unet, "oft")
-    assert adapter.save(path) == []
+    assert adapter.save(path) == []  # no layer has an adapter without effect
     tensors = tc.load_file(path)
     blocks = tensors[f"{KEY}.oft_blocks"].numpy()
     upper = adapter.named_parameters()[f"{LAYER}.oft_blocks"].numpy()

@@ -108,17 +108,17 @@ def write_zeros(folder: Path, blocks: int) -> tc.PartFacts:
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_a_transformer_of_images_is_quantized_weight_by_weight(form: str, tmp_path: Path) -> None:
     """Beside the codes, loading takes the same memory for any number of blocks."""
-    besides = []
+    extra_bytes = []  # what loading takes beside the loaded weights
     for blocks in (1, 6):
         path = tmp_path / str(blocks)
         facts = write_zeros(path, blocks)
-        besides.append(peak(path, form, FLUX.parent) - facts.weight_bytes("bf16", form))
-    # Of the larger model, five blocks of a single stream have 76 million more parameters.
+        extra_bytes.append(peak(path, form, FLUX.parent) - facts.weight_bytes("bf16", form))
     largest = max(map(math.prod, facts.layers.values()))  # elements of the largest weight
     # Less than five copies of the largest weight in f32, which has 4 bytes for each element.
-    assert 0 < besides[0] < 5 * 4 * largest
-    # The tolerance is a byte for each element, so a quarter of such a copy.
-    assert besides[1] == pytest.approx(besides[0], abs=largest)
+    assert 0 < extra_bytes[0] < 5 * 4 * largest
+    # The larger model has five more blocks, with 76 million parameters in all. Copies of these
+    # would exceed the tolerance, a byte for each element of the largest weight alone.
+    assert extra_bytes[1] == pytest.approx(extra_bytes[0], abs=largest)
 
 
 @pytest.mark.parametrize(("form", "share"), [("fp8", 0.5), ("nf4", 0.28)])

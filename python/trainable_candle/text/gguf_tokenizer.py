@@ -152,8 +152,8 @@ def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer from the file's entries `tokens` and `scores`.
 
     The file has no merges. Each division of a token into two tokens is a merge. The order of merges
-    is transformers': first those that make tokens with higher scores, and for one token by the
-    numbers of its two parts.
+    is transformers': those that make a token with a higher score come first, and those that make
+    the same token are in the order of the ids of its two parts.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
 

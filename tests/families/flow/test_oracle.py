@@ -313,6 +313,7 @@ def test_images_of_flux2_equal_those_of_diffusers(
     base.mkdir()
     for part in flux2_base.iterdir():
         (base / part.name).symlink_to(part)
+    # Remove the link, so that writing does not change the fixture's file.
     (base / "model_index.json").unlink()
     index = {"_class_name": "Flux2KleinPipeline", "is_distilled": is_distilled}
     (base / "model_index.json").write_text(json.dumps(index))

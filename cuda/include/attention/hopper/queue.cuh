@@ -3,7 +3,8 @@
 // (`Spans`, shape.cuh), so the host cannot divide the work evenly in advance. Results do not depend on which block takes a tile.
 //
 // An item is a tile of queries of one head; a step is a tile of keys. A `Span` (schedule.cuh) has the number of an item and its steps,
-// `begin` to `end` (exclusive). Its `slot`, `time` and `is_part` are for items that several blocks share, which a queue does not have.
+// `begin` to `end` (exclusive). Its `slot`, `time` and `is_part` are for items that several blocks share, which a queue does not have: here
+// they are always 0 and false.
 #pragma once
 
 #include "schedule.cuh"
@@ -12,7 +13,7 @@
 constexpr int QUEUED_BYTES = 16;
 
 // The thread that copies writes an item to shared memory for the groups of warps that multiply. The groups read it after they have waited
-// for the barrier of the item's tile of queries.
+// for the barrier of the item's tile of queries. The unused `slot` fills up the 16 bytes of a single store.
 __device__ __forceinline__ void write_span(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
@@ -60,8 +61,9 @@ struct Queue {
             // The tiles of a head have consecutive numbers.
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // A query outside all segments sees no key: its first key is the position after it, which may be beyond the last step. A tile
-            // that begins with such queries still gets at least one step, because a span without steps means that no item is left.
+            // A query outside all segments sees no key. For such a query, `first_key` returns the position after the query, whose step may
+            // be `span.end` or later. A tile that begins with such a query still gets at least one step, because a span without steps
+            // means that no item is left.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }
@@ -96,7 +98,8 @@ struct Queue {
         }
     };
 
-    // Returns the task with the head of keys for a task with a head of queries. `task.index` still counts heads of queries.
+    // A task (shape.cuh) is one tile of one head. Returns `task` with its `head`, a head of queries, replaced by the head of keys that it
+    // shares with the other heads of its group. `task.index` remains the index of the head of queries.
     __device__ __forceinline__ Task of_keys(Task task) const {
         task.head /= spans.group();
         return task;

@@ -1,6 +1,6 @@
 //! Checks that operations never lose a NaN: if an input element is NaN, every element of the value and of the gradients
-//! that depends on the input element is NaN. [`is_passed_on`] checks a case of the registry, [`is_passed_on_at_edges`]
-//! functions of rows of many lengths.
+//! that depends on the input element is NaN. [`is_passed_on`] checks one test case of an operation, taken from the
+//! registry of operations. [`is_passed_on_at_edges`] checks a list of functions on tensors with rows of many lengths.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -18,8 +18,8 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose derivative has only a few values, such as 0 and 1. Most of these derivatives have one of these
-/// values even where the input is NaN, as in torch. The gradients of these operations are not checked.
+/// Operations whose derivative has only a few values, such as 0 and 1. If the input is NaN, most of these derivatives
+/// have one of these values and are not NaN, as in torch. So the gradients of these operations are not checked.
 const PIECEWISE_LINEAR: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
@@ -107,10 +107,14 @@ enum NanAt {
     All,
 }
 
-// The arguments of reductions are the axes and whether to keep them (`var`: the correction, too); of norms: weight,
-// bias and eps, after the number of normalized axes or of groups. Tensors for `group_norm` are (batch, positions,
-// channels). The last arguments of attention are the mask, whether attention is causal, and the scale; those of
-// cross-entropy the ignored target, the label smoothing and the reduction.
+// The arguments without names in the calls below:
+// - reductions: the axes, and whether to keep them; `var` also takes the correction;
+// - norms: the number of normalized axes (`layer_norm`) or of groups (`group_norm`), the weight, the bias, and eps.
+//   `rms_norm` takes only the weight and eps, `modulated_layer_norm` the scale, the shift and eps. Tensors for
+//   `group_norm` are (batch, positions, channels);
+// - attention: after q, k and v, the mask, whether attention is causal, and the scale;
+// - cross-entropy: the targets, the target to ignore, the label smoothing, and the reduction;
+// - `huber_loss` and `smooth_l1_loss`: 0.5 is the threshold between the quadratic and the linear part.
 const FUNCTIONS: &[Function] = &[
     Function { name: "sum", run: |x| x.sum(&[1], false), nan_at: NanAt::Row, gradient: false },
     Function { name: "mean", run: |x| x.mean(&[1], true), nan_at: NanAt::Row, gradient: false },
@@ -321,7 +325,8 @@ impl Function {
     fn check(&self, x: &Tensor, place: std::ops::Range<usize>) -> Checked {
         let (value, gradients) = text(value_and_gradients(&|x| (self.run)(&x[0]), std::slice::from_ref(x)))?;
         let (value, n) = (text(to_f64_vec(value.raw()))?, x.dims()[1]);
-        // The elements of the value for each row; 0 if the value is a scalar, which all rows have in common.
+        // The number of elements of the value for each of the 3 rows of `x`; 0 if the value is a scalar, which is
+        // computed from all rows.
         let width = value.len() / 3;
         for (i, number) in value.iter().enumerate() {
             // A scalar counts as an element of row 1.

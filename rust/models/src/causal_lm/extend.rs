@@ -126,7 +126,7 @@ impl CausalLM {
             // Of all packed tokens: (tokens, heads, width of a head).
             let [q, k, v] = layer.project(&x, [&cos, &sin])?;
             let width = q.dims()[2];
-            // The result of attention for each text.
+            // The result of attention for each text; stays empty if the texts are uncached.
             let mut parts = Vec::new();
             for (text, (end, &count)) in texts.iter_mut().zip(ends.iter().zip(&counts)) {
                 if text.layers.len() == index {
@@ -136,7 +136,8 @@ impl CausalLM {
                 layer_cache.append(&k.narrow(0, end - count, count)?, &v.narrow(0, end - count, count)?)?;
                 if !are_uncached {
                     // The new token's queries of the heads that share a key head attend to the same keys. So they are
-                    // the query rows of one attention for each key head.
+                    // the query rows of one attention for each key head. It has no mask and is not causal, because all
+                    // keys are of the new token or of earlier ones; its scale is the default.
                     let [keys, values] = layer_cache.attended()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((kv_heads, heads_per_key_head, width))?;
                     let part = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

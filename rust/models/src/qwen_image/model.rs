@@ -167,7 +167,7 @@ impl Architecture for QwenImageTransformer {
         blocks: &["transformer_blocks."],
         unquantized: &[],
         modulation: &MODULATION,
-        // No layer outside of blocks is quantized.
+        // `rows`: matrices outside of blocks to quantize. There are none.
         rows: &[],
         // No restriction: with products of 8-bit codes, the same layers are quantized as without.
         multiplied: &[],

@@ -48,6 +48,7 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
 }
 
 /// Whether `data` is a number without a dtype. An array or a scalar of numpy may have `__float__` too, but has a dtype.
+/// (numpy's float64 is a subclass of Python's float, and counts as a number without a dtype.)
 fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(data.is_instance_of::<PyFloat>()
         || data.is_instance_of::<PyInt>()
