@@ -43,7 +43,7 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
     // wait. But the compiler must not move these loads before the stores: wide stores are inline assembly
     // (`store_words`), of which it does not know that it writes memory.
     row.start = sum;
-    one_at_a_time();
+    one_at_a_time(); // keeps the compiler from moving loads and stores across this line
 }
 
 // The index at which the row's scale begins in `weight`, and its shift in `bias`.

@@ -32,7 +32,7 @@ const GROWTH: u64 = 32 << 20;
 
 /// What the allocator needs of a driver: it reserves addresses and maps memory.
 pub trait Backend {
-    /// A handle of mapped memory.
+    /// The handle of a chunk: the memory that one call of [`map`](Self::map) has mapped.
     type Chunk;
     /// The error of a failed reservation or mapping.
     type Error;

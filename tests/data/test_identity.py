@@ -14,10 +14,10 @@ from trainable_candle.data import file_identity, identity
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which hashes are remembered.
 
-    The library does not remember the hash of a file that has changed within the last `SETTLED`
-    nanoseconds. With the value that this fixture sets, it remembers all hashes. The fixture also
-    makes chunks, which one task hashes, and pieces, which a thread reads at once, so small that the
-    tests' files have several.
+    The library remembers the hash of a file only if the file's last change is more than `SETTLED`
+    nanoseconds ago. This fixture makes `SETTLED` negative, so the library remembers all hashes,
+    those of files that have just been written too. The fixture also makes chunks, which one task
+    hashes, and pieces, which a thread reads at once, so small that the tests' files have several.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
@@ -132,6 +132,7 @@ def test_a_damaged_file_of_remembered_hashes_is_ignored(tmp_path: Path, memory: 
 def test_the_hash_of_a_file_that_just_changed_is_not_remembered(
     tmp_path: Path, memory: Path, hashed_chunks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # 10**18 ns are 31 years, so every file counts as just changed.
     monkeypatch.setattr(identity, "SETTLED", 10**18)
     (tmp_path / "a").write_bytes(bytes(5000))
     for _ in range(2):

@@ -221,6 +221,7 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(
         folder, "flux2", "Flux2KleinPipeline", scheduler, latents={}, autoencoder="flux2"
     )
+    # An image token is 2 x 2 latents of 32 channels: 128 numbers. The golden transformer reads 64.
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
     # FLUX.2 reads the hidden states after the blocks 9, 18 and 27, each 16 wide: 48 features.

@@ -20,6 +20,8 @@ from trainable_candle.models import (
 )
 from trainable_candle.nn.functional import mse_loss
 
+# `relative_error` is the largest difference divided by the largest expected value, `distance` the
+# norm of the differences divided by the norm of the expected values.
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -31,7 +33,7 @@ ADAPTER_CASES = ("dora_attention", "lora_all_linear")  # parts of names of golde
 
 
 def gradient(var: tc.Var) -> np.ndarray:
-    """Return the gradient of `var`, or an empty array if `var` has none.
+    """Return the gradient of `var`, or an empty array if `var` has none. (Other tests import this.)
 
     The layers of Qwen-Image's last block that apply only to the text have no gradients.
     """

@@ -68,7 +68,8 @@ pub unsafe fn copy_pageable(to: u64, from: *const u8, size: usize, stream: *mut 
     check(unsafe { stage(to, from.cast(), size, stream) })
 }
 
-/// The pieces of pinned memory through which a stream's copies go. The next value goes to piece `current`, after its first `used` bytes.
+/// The pieces of pinned memory through which a stream's copies go in turn: at most [`PIECES`], of [`PIECE`] bytes each. The next value goes
+/// to piece `current`, after its first `used` bytes.
 struct Ring {
     stream: usize,
     pieces: Vec<Piece>,

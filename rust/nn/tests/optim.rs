@@ -32,6 +32,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 /// Every optimizer of the registry, over the same variables.
 fn optimizers(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let settings = |name| match name {
+        // Prodigy estimates its own learning rate, from `d0` on; with `slice_p` 3, from every third element.
         "Prodigy" => vec![("d0", Value::Number(1e-3)), ("slice_p", Value::Count(3))],
         "SGD" => vec![("lr", Value::Number(0.01)), ("momentum", Value::Number(0.9))],
         _ => vec![("lr", Value::Number(0.01)), ("weight_decay", Value::Number(0.1))],
@@ -200,6 +201,7 @@ fn a_backward_pass_that_reads_variables_saved_before_a_step_is_an_error() -> Res
         let products: Vec<Tensor> = params.iter().map(|p| &**p * &**p).collect::<Result<_>>()?;
         train(&mut SGD::new(params, 0.1)?, 0..1);
         for product in products {
+            // `false` is `retain_graph`.
             let error = product.backward_with(Some(&tensor(3, 0, DType::F32)), false).unwrap_err();
             assert!(matches!(error, Error::Autograd { .. }), "{error}");
         }
@@ -246,6 +248,7 @@ fn clipping_does_not_change_gradients_read_before_it() -> Result<()> {
 
 #[test]
 fn the_norm_without_gradients_is_0() -> Result<()> {
+    // 1.0 is the maximum of the norm; `true` makes non-finite norms errors.
     assert_eq!(clip_grad_norm_(&[var(4, 0)], 1.0, NormType::L2, true)?.item()?, 0.0);
     Ok(())
 }

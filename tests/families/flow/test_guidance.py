@@ -32,7 +32,10 @@ class Spy:
 
 @pytest.fixture
 def train(sdxl_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Return a function that trains, and returns the scales in each call of the transformer."""
+    """Return a function that trains, and returns the scales in each call of the transformer.
+
+    The data set is `sdxl_folder`, a folder of images with captions that suits every image model.
+    """
     predict = Flux.predict
 
     def train(weights: Path, **given: Any) -> list[list[float] | None]:
@@ -40,6 +43,7 @@ def train(sdxl_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         def spied(self: Flux, *arguments: Any) -> tc.Tensor:
             model = self.model
+            # Only `predict` gets the spy: saving, for example, needs the transformer itself.
             with monkeypatch.context() as patch:
                 patch.setitem(vars(self), "model", Spy(model, seen))
                 return predict(self, *arguments)

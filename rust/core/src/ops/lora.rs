@@ -276,6 +276,7 @@ impl Backward for DoraBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(direction)) = (context.needs(MAGNITUDE), &self.direction) {
+            // The sum over the rows of g ∘ `direction`, (out): the gradient of c = magnitude / norm.
             let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
             let norm = self.norm.get()?;
             let grad_magnitude = compute::binary(&compute::cast(&product, norm.dtype())?, &norm, Div)?;

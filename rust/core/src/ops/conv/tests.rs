@@ -122,7 +122,8 @@ fn an_image_in_several_parts_matches_plain_loops() {
 
 #[test]
 fn few_and_many_channels_match_plain_loops() {
-    // Fewer channels than a vector register of the CPU has lanes, and more than a panel of the weight has.
+    // Fewer channels than a vector register of the CPU has lanes, and more than a panel has. The CPU form packs the
+    // weight into panels: blocks of as many channels of a pass's result as a few registers have lanes.
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     for (channels, out, groups) in [(1, 1, 1), (5, 37, 1), (33, 13, 1), (70, 66, 2), (12, 12, 4), (8, 16, 8), (7, 7, 7)]
     {

@@ -277,7 +277,7 @@ pub(super) fn product_of_code_rows(
     product_of_rounded(gpu, w, &Rounded { codes, scales, rows, columns }, Addends { bias, residual: None }, dtype)
 }
 
-/// Computes geglu(y) Wᵀ plus `addends`; returns `None` as [`product`] does.
+/// Computes geglu(y) Wᵀ plus `addends`; returns `None` as [`product`] does, or if the rows of y are too long to round.
 pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, y)?;
     let Some(x) = Rounded::geglu(gpu, w.kind(), y)? else { return Ok(None) };
@@ -327,7 +327,7 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
 }
 
 /// Computes g W, where g is the gradient of y and `grad` the gradient of geglu(y); returns `None` if the device has no
-/// 8-bit products, or if W does not keep transposed codes.
+/// 8-bit products, if W does not keep transposed codes, or if [`Rounded::geglu_gradient`] returns `None`.
 pub(super) fn input_gradient_of_geglu(w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
     let Some(transposed) = &w.transposed else { return Ok(None) };
     let gpu = Gpu::of(OP, y)?;
@@ -352,6 +352,7 @@ fn gradient_of_rounded(
     if hopper::product(gpu, kind, g, (whole, 1), &dx, Addends::default())? {
         return Ok(Some(dx));
     }
+    // The product fills dx from its first column on. Fast sums have fewer bits, so gradients do without them.
     let (start, is_fast) = (0, false);
     let factor = (&transposed.codes, &transposed.ones);
     if scaled::is_possible(gpu, kind, dtype)

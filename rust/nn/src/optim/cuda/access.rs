@@ -73,6 +73,7 @@ impl OnDevice {
             Ok(match buffer.dtype() {
                 DType::U8 => StateData::U8(to_vec(buffer)?),
                 DType::BF16 => StateData::BF16(to_vec(buffer)?),
+                // No state on a device is f64; only states on the CPU can be.
                 _ => StateData::F32(to_vec(buffer)?),
             })
         };
