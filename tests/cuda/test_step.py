@@ -48,11 +48,13 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
     run = cuda.run(TRAIN.replace("DTYPE", "f32"))
     for step in ("step-2", "step-3"):
         assert run.after(step).waits == []
+        # Pools that grow or shrink, other allocations, and loads of modules (kernels).
         assert run.after(step).of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
 
 
 def test_each_gpu_loads_the_kernels_of_its_architecture(cuda: Any) -> None:
     """A GPU for which there is no machine code uses PTX: here, one of compute capability 13.0."""
+    # Each line begins with a checksum of the module, the architecture and the kernel's name.
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     # Every architecture has the kernel `fill_f32`.
     architectures = sorted(
@@ -60,6 +62,7 @@ def test_each_gpu_loads_the_kernels_of_its_architecture(cuda: Any) -> None:
     )
     assert architectures
     for architecture in architectures:
+        # The names are such as `sm_90a` (machine code) and `compute_80` (PTX).
         kind, number = architecture.rstrip("a").split("_")
         capability = "13.0" if kind == "compute" else f"{number[:-1]}.{number[-1]}"
         run = cuda.run(TRAIN.replace("DTYPE", "bf16"), settings={"CAPABILITY": capability})

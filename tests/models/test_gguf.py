@@ -132,6 +132,7 @@ def test_estimates_count_the_elements_that_steps_dequantize(
     config = TrainConfig(device="cuda", precision="bf16")
     adapter = tc.LoraConfig(target_modules=["q_proj"])
     work = work_of(facts, adapter, config, itemsize=2, tokens=64)
+    # The estimate counts all elements of a model with quantized weights, norms included.
     assert work.decoded == (facts.elements if decoded else 0)
 
 
@@ -161,6 +162,7 @@ def test_an_adapter_trained_on_a_file_is_merged_into_the_folder_but_not_into_the
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> None:
     base = folder_of(family, tmp_path)
+    # Each of the two templates is a constant text, which does not depend on the conversation.
     (base / "chat_template.jinja").write_text("a")
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")

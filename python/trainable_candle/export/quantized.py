@@ -69,6 +69,7 @@ def quantize_folder(
         code_dtypes: dict[str, str] = {}
         for key, weight in tc.load_file(folder / name).items():
             layer = key.removesuffix(".weight")
+            # `layer == key` if the key does not end in `.weight`.
             if layer not in remaining or layer == key:
                 tensors[key] = weight
                 continue

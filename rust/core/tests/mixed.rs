@@ -73,9 +73,10 @@ fn a_copy_that_an_update_has_written_is_not_cast() -> Result<()> {
     // Not the value of `x`, so that a new cast of `x` would be noticed.
     let marker = Tensor::full(7.0, 4, DType::F16, &CPU)?;
     trainable_candle_core::compute::copy_into(&x.copy_storage().unwrap(), marker.raw())?;
+    // Says that both the variable and its copy have a new value, so the copy needs no cast.
     x.changed_with_copy()?;
     assert_eq!(values(&x.compute_copy(DType::F16)?), [7.0; 4]);
-    // This counts as a change of the value without the copy.
+    // This counts as a change of the variable but not of its copy, so the copy is cast again.
     x.update_in_place(|_| Ok(()))?;
     assert_eq!(values(&x.compute_copy(DType::F16)?), values(&x));
     Ok(())

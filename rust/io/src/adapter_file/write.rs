@@ -116,6 +116,7 @@ pub fn prepare_adapters(
     let mut tensors = BTreeMap::new();
     let mut saved = Saved { layers: 0, zero: Vec::new() };
     for ((names, set, layers), modules) in parts.iter().zip(&modules) {
+        // The rank and the alpha that peft's configuration has for all layers that it does not list separately.
         let common = peft::Common::of(set, layers);
         for (key, members) in modules {
             // For each layer of the module: which rows of the module are the layer's (`form`), and its parameters.
@@ -143,6 +144,7 @@ pub fn prepare_adapters(
                     // OFT's alpha is no scale, but a limit of the rotation.
                     Some(_) => oft::NO_LIMIT,
                     None if peft::has_rank(first) => scaled_rank,
+                    // The scale is in the factors (see `file_parameters`).
                     None => 1.0,
                 };
                 values.insert("alpha", Tensor::new(alpha as f32, &Device::Cpu)?);
@@ -293,6 +295,7 @@ fn file_parameters(
     // The number by which the factor `peft::FOLDED` of a LoKr without a rank is multiplied; 1 for other adapters.
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
+        // peft multiplies such a LoKr by the alpha / r of its configuration. So this is the layer's scale · r / alpha.
         AdapterFormat::Peft => common.fold(layer),
         // If no parameter has a rank, tools other than peft use the scale 1. Therefore the factor is multiplied by the
         // scale.

@@ -72,7 +72,8 @@ pub fn forward(
     Ok(true)
 }
 
-/// The backward kernels for operands of at most `columns` columns.
+/// The backward kernels for operands of at most `columns` columns. The kernels of both widths have the same arguments,
+/// so the types of the arguments for 64 columns serve for 128 columns, too.
 struct Form {
     columns: u32,
     /// The number of queries in a tile.
@@ -129,10 +130,12 @@ impl Pass<'_> {
         let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
-        // `plan` divides the work among the blocks; the first kernel computes it. `turns` says which block adds next to
-        // a tile of `sums`, the gradients of the queries; the first kernel sets it to zero. `statistics` has two
-        // numbers for each query. A block may share its first and its last item, each a tile of keys of a head, with
-        // other blocks. So `parts` has two parts for each block, with the gradients of keys and of values.
+        // `plan` divides the work among the blocks; the first kernel computes it. It has the number of steps before
+        // each tile of keys and after the last one (`key_tiles` + 1 numbers), then the first item of each block. An
+        // item is a tile of keys of a head. `turns` says which block adds next to a tile of `sums`, the gradients of
+        // the queries; the first kernel sets it to zero. `statistics` has two numbers for each query. A block may share
+        // its first and its last item with other blocks. So `parts` has two parts for each block, with the gradients of
+        // keys and of values.
         let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
         let (statistics, sums) = (floats([tiles, 2 * queries])?, floats([tiles, queries * columns])?);
         let parts = floats([2 * blocks, 2 * KEYS * columns])?;
