@@ -233,7 +233,7 @@ def trained_model(
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
-    # `decoded` is the number of quantized weights.
+    # `decoded` is 0 unless the base is quantized.
     if work.decoded and not config.w8a8:
         # A product dequantizes the weight of its layer, unless it multiplies the codes (`w8a8`).
         matrices = [shape for shape in layers.values() if len(shape) == 2]

@@ -45,8 +45,8 @@ class Work:
     recomputed: float
     """The share of the blocks' forward pass that the backward pass repeats."""
     decoded: float
-    """The number of elements of the quantized weights; each forward and backward pass dequantizes
-    them."""
+    """The number of weights that each forward and backward pass dequantizes: of a quantized model,
+    all parameters are counted; otherwise it is 0."""
     streamed: float
     """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
     backward pass."""
