@@ -21,12 +21,12 @@ from gpu_timing import Machine
 import trainable_candle as tc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 LARGE = 1 << 28  # 268 M parameters
 # The number of transformer blocks in SDXL's UNet, by their width.
 BLOCKS = {640: 10, 1280: 60}
-CONTEXT = 2048  # the number of text features
+CONTEXT = 2048  # the number of features of a text token
 RANK = 16
 
 
@@ -41,14 +41,14 @@ def adapter_shapes() -> list[tuple[int, int]]:
     return shapes
 
 
-def our_vars(shapes: list[tuple[int, ...]], device: str) -> list[tc.Var]:
+def our_vars(shapes: Sequence[tuple[int, ...]], device: str) -> list[tc.Var]:
     variables = [tc.Var(tc.randn(shape, device=device) * 0.02) for shape in shapes]
     for var in variables:
         var.grad = tc.randn(var.shape, device=device) * 1e-3
     return variables
 
 
-def torch_parameters(torch: Any, shapes: list[tuple[int, ...]]) -> list[Any]:
+def torch_parameters(torch: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     parameters = [torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
@@ -122,7 +122,7 @@ def clipped(machine: Machine) -> None:
     Gradients are read twice; parameters and both moments are read and written once.
     """
     device, shapes = machine.device, adapter_shapes()
-    parameters = our_vars([*shapes], device)
+    parameters = our_vars(shapes, device)
     optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
 
     def step() -> Any:
@@ -146,7 +146,7 @@ def clipped(machine: Machine) -> None:
 def torch_clipped(machine: Machine, shapes: list[tuple[int, int]]) -> float:
     torch = machine.torch
     assert torch is not None
-    parameters = torch_parameters(torch, [*shapes])
+    parameters = torch_parameters(torch, shapes)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
     def step() -> None:
@@ -171,7 +171,7 @@ def every(machine: Machine) -> None:
     """One step of each optimizer over the adapter's factors."""
     device, shapes = machine.device, adapter_shapes()
     for kind, optimizer_class in tc.optim.KINDS.items():
-        optimizer = optimizer_class(our_vars([*shapes], device), lr=1e-4)
+        optimizer = optimizer_class(our_vars(shapes, device), lr=1e-4)
         optimizer.step()
         graph = gpu_timing.captured(optimizer.step, device)
         sides: dict[str, float | None] = {
@@ -191,7 +191,7 @@ def theirs(machine: Machine, kind: str, shapes: list[tuple[int, int]]) -> float 
         optimizer_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
-    parameters = torch_parameters(machine.torch, [*shapes])
+    parameters = torch_parameters(machine.torch, shapes)
     optimizer = optimizer_class(parameters, lr=1e-4, **options)
     # Schedule-free optimizers take a step only in training mode.
     if hasattr(optimizer, "train"):

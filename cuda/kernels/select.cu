@@ -4,7 +4,8 @@
 // 8). `tensors` has the strides of y, mask, a and b, in this order.
 // `run` computes N neighbouring elements of y. `offsets` has, for each of the tensors, the offset of the first of its N elements, and
 // `strides` the stride of its last axis: 1, or 0 to repeat the first element N times. For N = 1, the stride has no effect.
-// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory; each calls `run` once, with N = `tensors.width`.
+// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory; each calls `run` once, with N = `tensors.width`,
+// which is 1 or WIDE<T>, the number of elements of T in 16 bytes.
 #include "strided.cuh"
 
 template <typename T> struct Select {

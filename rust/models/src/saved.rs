@@ -46,8 +46,8 @@ pub struct Saved {
     /// latest change of the policy.
     most_recomputed: usize,
     /// The largest number of values that the backward pass holds while it is in blocks before the latest change of the
-    /// policy. It runs from the last block to the first, so by then it has freed the values of the blocks after the
-    /// change.
+    /// policy. The backward pass runs from the last block to the first, so by then it has freed the values of the
+    /// blocks after the change.
     earlier_peak: usize,
     /// The numbers of the current block.
     block: Block,

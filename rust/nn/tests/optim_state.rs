@@ -119,6 +119,7 @@ fn wrong_states_are_rejected_and_change_nothing() -> Result<()> {
         (changed(&|s| drop(s.insert("1.extra".into(), zeros(40, DType::F32)))), "the first: 1.extra"),
         (changed(&|s| drop(s.insert("0.exp_avg".into(), zeros(7, DType::F32)))), "has shape [7], expected [6000]"),
         (changed(&|s| drop(s.insert("0.exp_avg".into(), zeros(6000, DType::U8)))), "is u8, expected f32"),
+        // "step" has one number for each of the two variables.
         (changed(&|s| drop(s.insert("step".into(), zeros(3, DType::I64)))), "\"step\" has shape [3], expected [2]"),
         (changed(&|s| drop(s.remove("step"))), "the state \"step\" is missing"),
         (StateDict::new(), "the entry \"kind\" is missing"),

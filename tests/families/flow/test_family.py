@@ -130,10 +130,11 @@ def test_every_model_has_a_resolution(name: str, base: Path) -> None:
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
 ) -> None:
-    # The default format of some families cannot hold the other kinds.
+    # The default format, diffusers', cannot hold the other kinds.
     given: dict[str, Any] = {} if adapter in {"lora", "dora"} else {"format": "peft"}
     if adapter == "oft":
         given["rank"] = TrainConfig.rank  # OFT accepts only the default.
+    # A norm of 0 turns clipping off.
     result = train_adapter(
         configure(steps=2, learning_rate=1e-2, adapter=adapter, max_grad_norm=0.0, **given)
     )
@@ -255,6 +256,7 @@ def test_a_run_can_start_from_the_file_of_an_adapter(
     configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str, format: str | None
 ) -> None:
     """A run that starts from an adapter's file begins with the loss of the run that wrote it."""
+    # A norm of 0 turns clipping off.
     given = {
         "adapter": adapter, "alpha": 2.0, "learning_rate": 3e-2, "max_grad_norm": 0.0,
         "validation_split": 0.25, "validate_every": 2, "steps": 2, "format": format,
@@ -273,6 +275,7 @@ def test_a_file_from_pissa_or_loftq_draws_as_the_run_that_wrote_it(
 ) -> None:
     """A file from PiSSA applies to the original base, a file from LoftQ to the quantized base."""
     precision = {"base_precision": "nf4"} if init == "loftq" else {}
+    # A norm of 0 turns clipping off.
     settings = {"steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0, "init": init, **precision}
     run = train_adapter(configure(**settings))
     assert isinstance(run.task, LatentTask)

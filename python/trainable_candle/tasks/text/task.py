@@ -57,7 +57,7 @@ class TextTask:
     """
 
     noun: ClassVar[str] = "example"
-    counts: ClassVar[str] = "token"
+    counts: ClassVar[str] = "token"  # the unit of `count` of the data that `prepare` returns
     # A batch's weight is its number of tokens in the loss, or of pairs of answers.
     weighs_batches: ClassVar[bool] = True
 

@@ -427,8 +427,7 @@ impl Attention<'_> {
             dv_strides,
             shape: *sizes,
         };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes; gradients that are not wanted are
-        // null.
+        // SAFETY: as in `forward`; gradients that are not wanted are null.
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
@@ -484,6 +483,7 @@ impl Width {
         }
     }
 
+    // The kernels of both widths have the same parameters, so they share one structure of arguments.
     const fn forward(self) -> &'static Kernel<AttentionForwardW64> {
         match self {
             Self::W64 => &ATTENTION_FORWARD_W64,

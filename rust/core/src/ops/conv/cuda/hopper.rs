@@ -269,7 +269,8 @@ pub(super) fn grad_input(
     let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.output;
-    // As in `forward`, each block of a cluster copies one half of the weights. A step sums over STEP output channels.
+    // As in `forward`, each block of a cluster copies one half of the weights: here, the weights of one half of the
+    // STEP output channels that a step sums over. A copy has STEP input channels of one kernel tap.
     let mut maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
         windows: [NO_MAP; 4],
