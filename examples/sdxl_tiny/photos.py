@@ -55,7 +55,7 @@ def load(folder: Path) -> Photos:
     Raises:
         SystemExit: no photograph is left.
     """
-    # Lines that name a file begin such as `daisy/123.jpg `.
+    # Lines that name a file begin like `daisy/123.jpg `.
     licensed = {
         line.split()[0].split("/")[1]
         for line in (folder / "LICENSE.txt").read_text("utf-8").splitlines()

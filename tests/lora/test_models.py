@@ -119,8 +119,8 @@ def test_sample_draws_with_several_adapters_and_overwrites_no_image(
     sdxl_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write_adapter(sdxl_base, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
-    # In a prompt, --w and --h give the size of its image, and --d the seed. A file has the images of
-    # all prompts, in a grid. In the commands, a single --scale is for all adapters.
+    # In a prompt, --w and --h give the size of its image, and --d the seed. `sample` writes the
+    # images of all prompts to one file, in a grid. A single --scale is for all adapters.
     draw = ["sample", "--model", "sdxl", "--weights", str(sdxl_base), "--steps", "1"]
     draw += ["--prompt", "a cat --w 64 --h 64 --d 3", "--prompt", "a dog --w 64 --h 32"]
     adapters = [part for path in files for part in ("--adapter", str(path))]

@@ -19,6 +19,7 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
     lambda v, y: v.sub_(y),
     lambda v, y: v.mul_(y),
     lambda v, y: v.div_(y),
+    # torch's `lerp_` requires equal dtypes.
     lambda v, y: v.lerp_(y.to(v.dtype).reshape((1, 3)), 0.25),
     lambda v, y: v.copy_(y.reshape((1, 3)) + v.detach()),
     lambda v, _: v.clamp_(-1.0, 1.0),

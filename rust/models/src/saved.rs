@@ -250,6 +250,7 @@ impl Saved {
                 self.offloaded += own_inputs;
                 self.together += 2 * own_inputs;
             } else {
+                // Under `Offloaded`: an input that no gradient reaches is a constant, which no checkpoint offloads.
                 self.held += own_inputs;
             }
             self.is_input_counted = true;

@@ -90,6 +90,7 @@ impl Streamed {
             return Ok(None);
         }
         if matrices.len() == parts.len() {
+            // The joined matrix shares storage with `matrices`, so they can stay as they are.
             let members = matrices.iter().map(|&matrix| new(matrix.clone().into())).collect::<Result<_>>()?;
             return Ok(Some((new(Quantized::cat(&matrices)?.into())?, members)));
         }
