@@ -134,6 +134,7 @@ def errors(machine: Machine, vae: Any) -> None:
         vae.save_pretrained(folder)
         results: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
         for dtype in ("f64", "f32", "bf16"):
+            # With `force_upcast`, the model in bf16 would have weights in f32.
             model = tc.models.AutoencoderKL.from_pretrained(
                 folder, dtype=dtype, device=device, force_upcast=False
             )
@@ -279,6 +280,8 @@ def main() -> None:
     vae = tc.models.AutoencoderKL.from_config(device=machine.device)
     autoencoder(machine, vae, only, profile=profile)
     their_autoencoder(machine, only)
+    # The preparation of these cases takes time, so `only` is compared with a word for all of them.
+    # By default it is empty, and an empty text is in every word.
     if only in "errors":
         errors(machine, vae)
     if only in "texts" or only.startswith("texts"):

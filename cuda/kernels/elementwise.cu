@@ -3,6 +3,8 @@
 //
 // `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a[, b[, c]]) for each element. `tensors` has the strides of y and of the
 // operands. p and q are parameters; most functions use neither. In the expressions, a, b and c are elements in the arithmetic type R.
+// A thread computes `tensors.width` elements: 1 or WIDE, the number in 16 bytes. `follow` waits for the kernels that
+// were queued before this one.
 // Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 

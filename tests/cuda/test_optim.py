@@ -14,6 +14,7 @@ import pytest
 
 import trainable_candle as tc
 
+# The arguments of `LoRALinear` are the frozen weight, the rank and alpha.
 TRAIN = """
     import numpy as np
 

@@ -23,6 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+# Elsewhere in the tests, warnings are errors; here the other libraries may warn.
 pytestmark = pytest.mark.filterwarnings("default")
 
 

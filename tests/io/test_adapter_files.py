@@ -84,9 +84,10 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
     # "rslora" has rank 4 and alpha 6. In the file, alpha / rank is the scale of training:
     # 6 / sqrt(4) = 12 / 4.
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
-    header = path.read_bytes()
-    length = int.from_bytes(header[:8], "little")
-    metadata = json.loads(header[8 : 8 + length])["__metadata__"]
+    # A safetensors file begins with the length of its header.
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
     assert metadata["ss_base_model_version"] == "sdxl_base_v1-0"
     assert metadata["ss_network_module"] == "networks.lora"
     assert (metadata["ss_network_dim"], metadata["ss_network_alpha"]) == ("4", "12")
@@ -223,7 +224,9 @@ def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path)
         ({"weight": (2, 2)}, "not an adapter file"),
         ({"lora_unet_blocks_0_to_x.lora_down.weight": (2, 4)}, "another model"),
         ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
+        # The up factor, `lora_B`, is missing.
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "conv_in"),
+        # LoHa in its Tucker form, which is not supported.
         ({"unet.conv_in.hada_t1": (2, 2, 3, 3)}, "Tucker"),
         # `conv_in` has 4 input channels, not 5.
         (

@@ -412,7 +412,8 @@ def test_the_estimate_counts_the_initial_factors() -> None:
     count = sum(var.numel() for var in family.task().attach().named_parameters().values())
     found = family.estimate(config, tokens=64).phases["training"]
     (extra,) = [item.bytes for item in found if item.what == "start of the adapter"]
-    # In sizes of the trained adapter: 4 for the adapter for files, which has twice the rank and
-    # memory for gradients; 1 for the frozen start; 2 for the trained adapter joined with the start.
+    # In sizes of the trained adapter: 4 for the adapter for files, whose rank is doubled, so that
+    # its values take 2 and its gradients another 2; 1 for the frozen start; 2 for the trained
+    # adapter joined with the start.
     # A value in f32 has 4 bytes.
     assert extra == 4 * count * (4 + 1 + 2)

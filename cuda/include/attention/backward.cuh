@@ -11,7 +11,8 @@
 
 // One block computes the gradients of a tile of queries and loops over tiles of keys. It has `WARPS` warps with 16 `M` queries
 // each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (queries
-// and gradients of the result), which are in registers or in shared memory. `VisibleKeys` tells which keys a query sees.
+// and gradients of the result), which are in registers or in shared memory. `VisibleKeys` tells which keys a query sees: `Dense` or, for
+// packed rows, `Spans` (shape.cuh); `visible.group()` is the number of heads of queries that share a head of keys.
 template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
@@ -26,6 +27,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 
     const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
     const Task task(block, tiles, shape.heads);
+    // The tile's first query. With a causal mask, the last tiles see the most keys, so they go to the blocks that start first.
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
@@ -34,9 +36,9 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     d_o = do_strides.matrix(d_o, task.batch, task.head) + first * do_strides.row;
     dq = dq_strides.matrix(dq, task.batch, task.head) + first * dq_strides.row;
 
-    // The end (exclusive) of the keys that some query of the tile may see.
+    // The end (exclusive) of the keys that the causal mask lets some query of the tile see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
-    // Step i has the tile of keys i. The tiles before `begin` are not visible.
+    // Step i has the tile of keys i. The loop runs from step `begin` to `steps` (exclusive); the tiles before `begin` are not visible.
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so weights of these keys need the mask.
     const uint32_t floor = visible.first_key(first + rows - 1);
@@ -127,6 +129,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
         for (int d = 0; d < D / 8; d++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sum[m][d][i] *= scale;
+    // The last argument is memory that `write_rows` overwrites: the warp's rows of the query tile, which are no longer needed.
     write_rows<T, D, M, QUERIES>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, warp_rows, shape.width, sum,
                         shared + warp * 16 * M * ROW_BYTES);
 }
@@ -163,7 +166,8 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
 // One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans (packed
 // rows), over a range of the heads of queries that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES`
 // queries at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (keys and values), which are
-// in registers or in shared memory.
+// in registers or in shared memory. `dk` and `dv` may be null and are then not written. If `dk_parts` or `dv_parts` is not null, it gets
+// partial sums in place of the gradient: `shape.parts` blocks share each tile.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
@@ -317,6 +321,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             for (int i = 0; i < 4; i++) key_sum[m][d][i] *= scale;
     const uint32_t warp_first = first + warp * 16 * M;
     const int warp_rows = rows - warp * 16 * M;
+    // The warp's rows of the key tile, which are no longer needed: `write_rows` overwrites them.
     unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
     const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / visible.group());
     // The compiler must divide again (in `task_of` and `part_of`) instead of keeping the quotients in registers, of which the loop has

@@ -5,6 +5,7 @@ The functions here that return a message take the configuration of a whole run.
 The short help omits a `rare` setting. With `above`, the bound `low` is excluded. `synonyms` are the
 names of a setting in other tools, and `spellings` maps their names of a choice to ours. The value
 of a setting with `texts` is a list of texts; with `several`, its flag takes several at once.
+`words` maps words to the numbers that they stand for.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _wrong_arguments(config: Any) -> str | None:
     A small optimizer and a schedule are made with the arguments to find out.
 
     Raises:
-        ConfigError: see `parsed` and `check_names`.
+        ConfigError: an argument cannot be parsed, is unknown, or has a flag of its own.
     """
     if not config.optimizer_args and not config.lr_scheduler_args:
         return None
@@ -310,7 +311,7 @@ class Training(Group):
         If two of these give an argument, the later one counts.
 
         Raises:
-            ConfigError: see `parsed`.
+            ConfigError: a text in `optimizer_args` cannot be parsed.
         """
         run_arguments = RUN_ARGUMENTS.get(self.optimizer, {})
         given = parsed("optimizer_args", self.optimizer_args)
@@ -321,7 +322,7 @@ class Training(Group):
         """The schedule's arguments by name, except for the optimizer and the numbers of steps.
 
         Raises:
-            ConfigError: see `parsed`.
+            ConfigError: a text in `lr_scheduler_args` cannot be parsed.
         """
         return parsed("lr_scheduler_args", self.lr_scheduler_args)
 

@@ -91,7 +91,8 @@ def test_the_folder_holds_the_rounded_merged_weights(
         assert beside_codes == {f"{key}{suffix}" for suffix in suffixes}
 
     # `merge` quantizes the layers that --base-precision nf4 quantizes. It also quantizes the last
-    # layer if the blocks have a layer of the same name.
+    # layer if the blocks have a layer of the same name: a list of skipped layers with this name
+    # would make diffusers skip the layers of the blocks, too.
     rounded = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4").named_tensors()
     before = tc.models.load(weights, subfolder=part, dtype="f32").named_tensors()
     changed = {k for k, v in rounded.items() if not np.array_equal(v.numpy(), before[k].numpy())}

@@ -4,23 +4,27 @@
 
 #include "few_keys.cuh"
 
-// The backward pass, with three stages. Each has two inputs: a tile of q and, for the same queries, a tile of the result's gradients (d_o).
+// The backward pass. `FewKeys<2, 3>`: three stages in shared memory, each with two inputs: a tile of q and, for the same queries, a tile of
+// the gradients of attention's result (d_o).
 template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
-    // The sums of a group, dk and dv, are transposed, (columns, keys), and distributed over the group's threads. `SUM` is the number of
-    // values of one sum in a thread. `PART` is the number of values of a part, which has the block's dk and dv of a head.
+    // The sums of a group, dk and dv, are transposed, (D columns, FEW_KEYS keys), and distributed over the group's 128 threads. `SUM` is
+    // the number of values of one sum in a thread: 64 * FEW_KEYS / 128. A group's scores (64 queries, FEW_KEYS keys) have the same size,
+    // because D is also 64, so `SUM` is their number in a thread, too. `PART` is the number of values of a part, which has the block's dk
+    // and dv of a head.
     static constexpr int SUM = FEW_KEYS / 2, PART = 2 * FEW_KEYS * D;
     static_assert(OWN_BYTES >= SUM * WARPGROUP * 4, "the group's tiles have room for a sum");
 
-    // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` are 64 rows of a tile of queries or of gradients of the result. `scores`
-    // is the group's tile of dS or of weights.
+    // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` and `scores` are addresses in shared memory: of 64 rows of a tile of q or
+    // d_o, and of the group's tile of dS or of weights. dk takes q and dS, dv takes d_o and weights.
     static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
         const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
 
-    // The work of a group. `log_sums` is the result of the forward pass, (heads of all samples, queries). `dq` and `parts` may be null;
-    // what is null is not written.
+    // The work of a group. `log_sums`, from the forward pass, has the logarithm of the sum of the exponentials of each query's scores:
+    // (heads of all samples, queries). `parts` gets the parts of dk and dv that `few_keys_finish` adds. `dq` and `parts` may be null; what
+    // is null is not written.
     __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
@@ -40,6 +44,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
             for (uint32_t step = span.begin; step < span.end; step++) {
                 const uint32_t first = step * ROWS + group * 64, row = first + warp * 16 + lane / 4;
+                // The group reads its own 64 rows of the stage's tiles; RESULT_BYTES is the size of 64 rows.
                 const uint32_t q = shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, d_o = q + ROWS_BYTES;
                 float base[2];
 #pragma unroll
@@ -80,6 +85,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 write_narrow<64>(score_tile, narrow);
                 publish_to_products();
                 group_sync(ALONE + group, WARPGROUP);
+                // `result` becomes the rows of dq.
                 float result[D / 2] = {};
                 begin_products();
                 // `narrow` is dS.
@@ -104,8 +110,9 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             keys.advance();
 #pragma unroll
             for (int i = 0; i < SUM; i++) dk[i] *= factor;
-            // Each pair of a head and a block that has steps of the head has its own part, at the sum of both indices. From one pair to the
-            // next along the sequence of steps, at least one index rises and none falls, so no two sums are equal.
+            // Each pair of a head and a block that has steps of the head has its own part. Its number is the index of the head plus that of
+            // the block. From one pair to the next along the sequence of steps, at least one of the two indices rises and none falls, so no
+            // two pairs have the same number.
             add_groups(group, dk, dv, parts == nullptr ? nullptr : parts + uint64_t(span.item + blockIdx.x) * PART);
         }
     }
@@ -150,6 +157,7 @@ __device__ __forceinline__ void few_keys_finish(const float *parts, T *dk, T *dv
     parts += (blockIdx.y * FEW_KEYS + key) * D + column;
     float4 sum = {};
     for (uint32_t block = first; block <= last; block++) {
+        // The part of a head and a block has the sum of their indices as its number.
         const float4 x = *reinterpret_cast<const float4 *>(parts + uint64_t(item + block) * FewKeysBackward<T>::PART);
         sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }

@@ -121,8 +121,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 }
 
 /// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input,
-/// or its result without the bias. For inputs, selective checkpointing also keeps x D, the
-/// result of a matrix product.
+/// or its result without the bias. The input is kept even if the backward pass could compute it again
+/// (`even_if_recomputable`). For inputs, selective checkpointing also keeps x D, the result of a matrix product.
 fn saved(base: &Base<'_>, settings: &AdapterSettings) -> SavedByAdapter {
     match settings.oft_side {
         OftSide::Input => {

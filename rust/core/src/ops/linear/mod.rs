@@ -231,8 +231,8 @@ pub static ENTRIES: &[Entry] = &[
                 x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
             };
             let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
-            /// A case with a quantized weight, which `example` makes, and a trained bias. With rows of 27 elements, NF4
-            /// blocks (64 elements) cross the ends of rows.
+            /// A case with a quantized weight, which `example` makes on the device of its first argument, and a trained
+            /// bias. With rows of 27 elements, NF4 blocks (64 elements) cross the ends of rows.
             fn quantized(label: &'static str, format: Format) -> Case {
                 let plain = move |x: &[Tensor]| {
                     let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;

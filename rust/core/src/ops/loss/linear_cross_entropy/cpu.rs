@@ -11,7 +11,7 @@ use crate::{Result, Tensor};
 /// The label smoothing of the losses: none.
 const SMOOTHING: f64 = 0.0;
 
-/// The weighted sum of the losses, and its gradients.
+/// The weighted sum of the losses, and its gradients with respect to the states and the weight.
 pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
     let labelled = Labelled::new(OP, head, targets)?;
     let all_weights = weights.map(to_f64_vec).transpose()?;
@@ -19,6 +19,8 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     let weights: Vec<f64> = labelled.indices.iter().map(weight).collect();
     let mut sum = 0.0;
     // `run` calls the closure for one chunk after another; `rows` is the chunk's range among the rows in `labelled`.
+    // The closure returns a value that `run` collects, here `()`, and the gradient of the chunk's logits. From this
+    // gradient, `run` computes those of the states and the weight.
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();
         let (losses, lse) = losses(&logits, &targets, SMOOTHING)?;
@@ -80,6 +82,7 @@ impl Labelled {
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let labelled = Labelled::new(op, head, targets)?;
     let mut values = vec![0.0; head.h.dims()[0]];
+    // The closure returns nothing to collect and no gradient of the logits.
     labelled.head(head).run(|logits, rows| {
         let (losses, _) = losses(&logits, &labelled.targets[rows.clone()].to_vec(), SMOOTHING)?;
         for (&index, loss) in labelled.indices[rows].iter().zip(to_f64_vec(&losses)?) {
