@@ -402,6 +402,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
 
 def _parameter_name(key: str) -> str:
     """Convert a key of peft's file or `state_dict` to a name in `named_parameters`."""
+    # Keys of a `state_dict` contain the name of the adapter, by default `default`.
     name = key.removeprefix(_PREFIX).replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE_OF_STATES) else name
 

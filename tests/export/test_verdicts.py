@@ -44,8 +44,8 @@ def verdicts(
 ) -> dict[str, str]:
     """Run `verify` with the exit status `status`; return what it prints about each program.
 
-    The status is 1 if this library finds a module that fits no layer of the model, even if peft
-    loads the module.
+    The status is 1 if this library finds a module that it cannot apply, or a tensor that is no
+    parameter of an adapter, even if peft loads it.
     """
     capsys.readouterr()
     given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
@@ -184,6 +184,7 @@ def test_only_peft_loads_an_adapter_with_a_changed_head(
     assert main(["verify", str(folder), "--model", "causal-lm", "--weights", str(weights)]) == 1
     log = capsys.readouterr().out
     assert "not: the model has no such layer" not in log
+    # The first of the added tensors is the complete weight, which is not part of an adapter.
     assert f"{next(iter(added))}: peft loads it, and this library does not" in log
 
 
@@ -241,6 +242,8 @@ def test_a_file_without_a_configuration_needs_an_export(
     found = verdicts(capsys, tmp_path / "a.safetensors", weights)
     for program, name in (("transformers and peft", "peft"), ("vLLM", "vllm")):
         assert found[program].startswith(f"loads it after `trainable-candle export --for {name}`")
+    # Without --weights, `verify` compares with the published model and with the built-in one. This
+    # adapter fits neither.
     assert main(["verify", str(tmp_path / "a.safetensors"), "--model", "causal-lm"]) == 1
     assert "note: give --weights to see what these programs do" in capsys.readouterr().out
 

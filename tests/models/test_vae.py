@@ -46,6 +46,7 @@ def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) ->
     assert_close(mean, CASE["mean"])
     assert_close(logvar, CASE["logvar"])
     assert_close(model.decode(given["latent"]), CASE["decoded"])
+    # The test model halves each side once, and has a `downscale` of 2. SDXL's own has 8.
     assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.13025, 0.0, 2)
 
 
@@ -115,8 +116,9 @@ def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_loads_from_its_fi
     assert f"{prefix}encoder.quant_conv.weight" in written
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
     tc.save_file(bare, tmp_path / "bare.safetensors")
-    # The shapes do not show the number of groups of a norm. Without a configuration, the loader
-    # takes 32 groups.
+    # The shapes do not show the number of groups of a norm, which is 8 in this model. Without a
+    # configuration, the loader takes 32. `save_checkpoint` stores the configuration in the file,
+    # and `bare.safetensors` lacks it.
     config = FLUX2 / "vae" / "config.json"
     for path, given in (("folder", None), ("ae.safetensors", None), ("bare.safetensors", config)):
         found = AutoencoderKL.from_pretrained(tmp_path / path, config=given).named_tensors()

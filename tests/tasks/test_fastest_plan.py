@@ -70,9 +70,10 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path, model: str, gib: int
     combinations = list(choices(found.estimate))
     for choice in combinations:
         config = full_size.config(text_encoder_precision=texts, **choice)
-        other = Plan(config, estimate(config), {})
+        other = Plan(config, estimate(config), chosen={})
         if other.estimate.peak <= limits.memory and other.estimate.host <= limits.host:
             fitting.append((cost(other, limits, choice), choice))
+    # The comparison means little unless several combinations fit, and several do not.
     assert 5 < len(fitting) < len(combinations) - 5
     fastest, choice = min(fitting, key=lambda pair: pair[0])
     assert least <= fastest, choice
@@ -91,14 +92,14 @@ LINEAR = Rates(products=1e12, memory=1e30, link=1e30)
 
 
 def linear(per_sample: float) -> Callable[[TrainConfig], Estimate]:
-    """Return a function that estimates a run whose samples take 1 GiB and `per_sample` each."""
+    """Return a function that estimates a run; a sample takes 1 GiB and `per_sample` seconds."""
 
     def estimate(config: TrainConfig) -> Estimate:
         # The forward and the backward pass take two times the operations of the layers.
         layers = config.batch_size * per_sample * 1e12 / 2
         items = [Item("model", "activations", config.batch_size * GIB)]
         work = work_without_blocks(layers=layers, attention=0, kept=0)
-        return Estimate({"training": items}, True, work)
+        return Estimate({"training": items}, on_gpu=True, work=work)
 
     return estimate
 
@@ -106,8 +107,8 @@ def linear(per_sample: float) -> Callable[[TrainConfig], Estimate]:
 def constant_seconds() -> float:
     """Return the time of a batch that computes nothing."""
     config = TrainConfig(device="cuda", precision="bf16")
-    plan = Plan(config, linear(0)(config), {})
-    return step_seconds(plan, Budget(0, 0, LINEAR))
+    plan = Plan(config, linear(0)(config), chosen={})
+    return step_seconds(plan, Budget(memory=0, host=0, rates=LINEAR))
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,10 @@ def test_a_batch_of_auto_is_the_largest_that_is_worth_its_memory(
     per_sample = ratio * constant_seconds()
     given: dict[str, Any] = {"gradient_checkpointing": "none", "optimizer_states": "device"}
     if effective is not None:
+        # `make_plan` expects the accumulation of batches of one sample, and divides it.
         given |= {"effective_batch": effective, "gradient_accumulation": effective}
     config = TrainConfig(device="cuda", precision="bf16", batch_size="auto", **given)
-    limits = Budget(gib * GIB + RUNTIME_BYTES, GIB, LINEAR)
+    limits = Budget(memory=gib * GIB + RUNTIME_BYTES, host=GIB, rates=LINEAR)
     groups = families.find("digits").groups
     found = make_plan(config, groups, limits, linear(per_sample), samples)
     assert found.config.batch_size == expected

@@ -1,7 +1,8 @@
 """Settings of the model and its data: paths, images, captions.
 
-The short help omits settings that are `rare`. A resumed run with another value of a `free` setting
-still repeats the earlier run. `setting.py` has the other arguments of `Setting`.
+The short help omits settings that are `rare`. A resumed run may change the value of a `free`
+setting and still compute what the earlier run would have computed. `setting.py` has the other
+arguments of `Setting`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-//! The transformer. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
+//! Flux.1's transformer. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
 
 use std::sync::Arc;
 

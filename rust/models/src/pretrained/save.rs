@@ -244,6 +244,7 @@ impl StoredModel {
         let is_chosen = |layer: &str| layers.contains_key(layer) && model.kind().quantizable.has(layer);
         let mut groups: BTreeMap<String, Group> = BTreeMap::new();
         for (name, weight) in model.named_weights() {
+            // A file may have a parameter under one of several keys. The first is the one to write.
             let Some(Key { key, form }) = layout.keys(&name).into_iter().next() else {
                 return Err(Error::argument("save", format!("parameter \"{name}\" has no key in this kind of file")));
             };

@@ -110,7 +110,8 @@ impl Tensor {
 pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Operand<'_>) -> Result<Tensor> {
     let work = condition.0.elem_count().max(input.elem_count()).max(other.elem_count());
     let select = |a: &tc::Tensor, b: &tc::Tensor| tc::Tensor::select(&condition.0, a, b);
-    // A number becomes a tensor in the dtype and on the device of the other operand.
+    // `like` and `with` make a number a tensor in the dtype and on the device of the other operand. An `Array` is a
+    // numpy array or a tensor of another library.
     compute(py, work, || match (&input, &other) {
         (Operand::Number(a), Operand::Number(b)) => {
             // Only the dtype and the device of this tensor matter.

@@ -104,6 +104,7 @@ impl<F: Pointwise> Backward for GatedBackward<F> {
         context.add(0, run_backward(self.op, &self.x.get()?, &grad, self.width, self.function)?)
     }
 
+    // A function that recomputes the result from the saved `x`.
     fn again(&self) -> Option<Again<'_>> {
         Some(Box::new(|| run(self.op, &self.x.get()?, self.width, self.function)))
     }

@@ -85,10 +85,12 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     let mask = None;
     // The widest head that the tensor core kernels for these operands support; `None` if no kernel supports them.
     if let Some(widest) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], mask) {
+        // Returns early if the kernels for compute capability 9.0 support the operands: they have written the result.
         if hopper::forward(gpu, &sizes, group, widest, [&q, &k, &v, &result], sums, spans)? {
             return Ok((o, log_sums));
         }
         let spans = input(op, spans)?;
+        // The kernels for both widths have the same parameters.
         let kernel = match widest {
             Width::W64 => &ATTENTION_VARLEN_FORWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_FORWARD_W128,
@@ -177,6 +179,7 @@ pub fn backward_into(
     let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
     let width = q.dims()[2];
     let mut grads = [None, None, None];
+    // Only in this loop, `grad` is one of `grads`; elsewhere it is the gradient of the result.
     for (grad, place) in grads.iter_mut().zip(places) {
         *grad = place.map(|place| Heads::new(op, place)).transpose()?;
     }
@@ -196,6 +199,7 @@ pub fn backward_into(
     let mask = None;
     // The widest head that the tensor core kernels for these operands support; `None` if no kernel supports them.
     let widest = attention.tensor_cores(&pass.sizes, &operands, mask);
+    // Returns early if the kernels for compute capability 9.0 support the operands: they have written the gradients.
     if let Some(widest) = widest
         && pass.on_hopper(widest)?
     {
@@ -275,6 +279,7 @@ impl Pass<'_> {
             shape: sizes,
             group: self.group,
         };
+        // The kernels for both widths have the same parameters.
         let kernel = match widest {
             Width::W64 => &ATTENTION_VARLEN_BACKWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_BACKWARD_W128,
