@@ -38,6 +38,8 @@ def write_image(
 
 
 def test_the_error_for_a_folder_without_images_gives_a_fitting_hint(tmp_path: Path) -> None:
+    # The hint at kohya's names of folders, which give repeats, is only for a source without
+    # `repeats`. A recursive source already reads the folders inside it.
     for entry, hint in (
         (Source(tmp_path), KOHYA_HINT),
         (Source(tmp_path, repeats=2), RECURSIVE_HINT),

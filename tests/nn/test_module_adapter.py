@@ -135,7 +135,7 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="conv is a convolution, which can have LoRA only"):
         net.add_adapter(tc.LoraConfig(adapter="dora", target_modules=EVERY))
     with pytest.raises(ArgumentError, match="the convolution has 2 groups"):
-        tc.nn.LoRAConv2d(tc.nn.Conv2d(2, 4, 3, groups=2), 1, 1.0)
+        tc.nn.LoRAConv2d(tc.nn.Conv2d(2, 4, 3, groups=2), rank=1, alpha=1.0)
     # The rejected calls have not changed the model: a layer with an adapter holds its base's weight
     # as a tensor, not as a variable.
     assert all(isinstance(value, tc.Var) for value in net.named_tensors().values())
@@ -240,6 +240,7 @@ def test_a_module_with_adapters_computes_in_bf16_with_f32_factors(kind: str) -> 
     assert (model(x.to("bf16")).to("f32").numpy() != found.to("f32").numpy()).all()
     model.eval()
     model.to("bf16").to("cpu")
+    # A module without variables computes too, and in every call the same.
     frozen = model.requires_grad_(requires_grad=False)(x.to("bf16")).to("f32").numpy()
     assert model.parameters() == []
     np.testing.assert_array_equal(model(x.to("bf16")).to("f32").numpy(), frozen)

@@ -35,6 +35,7 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     // to the next tap (`block_channels`, see `Place`); and the steps from `begin` to `end` (exclusive).
     int row, column, block_channels, begin, end;
 
+    // blockIdx.y is the phase of a strided gradient. `columns` (below) is the number of tiles over the channels of the result.
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
         const int columns = (gather.results + COUNT - 1) / COUNT;
         if constexpr (PAIRED) {

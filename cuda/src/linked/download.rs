@@ -80,7 +80,7 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
             Ok(())
         }
         // If no more memory can be pinned, the driver copies without pinned memory. After any failure, the ring is not put back, because
-        // the GPU may still be writing to its pieces.
+        // the GPU may still be writing to its pieces. Dropping the ring does not free their memory.
         // SAFETY: the caller's promise.
         Err(Status(driver::OUT_OF_MEMORY)) => unsafe {
             check(driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream))?;

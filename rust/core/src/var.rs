@@ -189,19 +189,19 @@ impl Var {
     }
 
     /// Multiply the gradient, if there is one, by `factor`. A tensor that [`grad`](Var::grad) has returned keeps its
-    /// values.
+    /// values: a gradient outside of a flat buffer is copied first.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy does not fit.
+    /// [`Error::OutOfMemory`] if there is no memory for this copy.
     pub fn scale_grad(&self, factor: f64) -> Result<()> {
         self.change_grad(|grad| compute::scale_in_place(grad, factor))
     }
 
     /// Change the gradient, if there is one, by a function that writes in place. A tensor that [`grad`](Var::grad) has
-    /// returned keeps its values.
+    /// returned keeps its values: a gradient outside of a flat buffer is copied first.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy does not fit; the errors of `change`.
+    /// [`Error::OutOfMemory`] if there is no memory for this copy; the errors of `change`.
     pub fn change_grad(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
         self.leaf().change(change)
     }

@@ -120,7 +120,8 @@ def test_separate_files_give_the_latents_and_images_of_the_pipeline(
         # of the package's tokenizer. The tokenizers of Qwen's models are beside the encoders.
         np.testing.assert_array_equal(separate.draw(["a"], options), pipeline.draw(["a"], options))
         return
-    # Prompts cannot be encoded: the package's CLIP tokenizer has more tokens than the tiny encoder.
+    # Prompts cannot be encoded: with a transformer in a file of its own, the family uses the
+    # package's CLIP tokenizer, which has more tokens than the tiny encoder.
     with pytest.raises(WeightsFormatError, match="tokenizer"):
         separate.draw(["a"], options)
 

@@ -9,7 +9,7 @@
 constexpr int KEYS_AT_ONCE = 128;
 
 // A split item, of which `count` consecutive blocks, from block `first` on, have computed parts. `starts` tells whether block `first`
-// begins its share of the work with the item's first step. Only `Shares`, the order with spans (shares.cuh), sets and reads `starts`.
+// begins its share of the work with the item's first step. Only `Shares`, the order for packed rows (shares.cuh), sets and reads `starts`.
 struct SplitItem {
     uint32_t item, first, count;
     bool starts;

@@ -24,8 +24,8 @@ pub(super) trait Slot: Send + Sync {
 pub(super) trait Repeat: Send + Sync {
     /// Identifies the state.
     fn key(&self) -> usize;
-    /// Whether the change still holds at the end of the function. The update of a derived value no longer holds if the
-    /// variable has changed since.
+    /// Whether the change is still in effect when the function ends. An update of a value derived from a variable is
+    /// no longer in effect if the variable has changed after the update.
     fn still_holds(&self) -> bool {
         true
     }
@@ -76,7 +76,8 @@ pub(crate) struct Effects {
     dependencies: Vec<Dependency>,
     /// For each changed `HostState`, its key and the function that restores the state if the recording fails.
     undo: Vec<(usize, Undo)>,
-    /// The keys of the states that the function has changed with `HostState::advance`; replays repeat these changes.
+    /// The keys of the states that the function has changed with `HostState::advance`. Replays repeat these changes,
+    /// because `advance` also adds a function to `after`.
     advanced: Vec<usize>,
     /// Whether the run has set the position of the random generator; replays would not repeat this change.
     pub(crate) has_seeded: bool,
@@ -97,10 +98,10 @@ pub fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 
-/// Runs `work` before every replay of the function that is being captured on this thread. `work` runs outside of the
-/// graph and updates values that the graph reads; a call returns the errors of `work`. If the function runs eagerly
-/// now, `work` runs once instead: before the next call, if that call records. Does nothing outside of captured
-/// functions.
+/// Registers `work`, which runs outside of the graph and updates values that the graph reads. If a function is being
+/// captured on this thread, `work` runs before every later replay. If the function runs eagerly before its capture,
+/// `work` runs only once: before the next call of the function, if that call captures it. The call that runs `work`
+/// returns the errors of `work`. Does nothing outside of captured functions.
 pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     if PHASE.get() != Phase::Off {
         EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
@@ -115,8 +116,8 @@ pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Rejects a change of the state that messages call `what` while a function is captured, because replays would not
-/// repeat the change.
+/// Rejects a change of a state if a function is being captured, because replays would not repeat the change. `what` is
+/// the state's name in the message.
 ///
 /// # Errors
 /// [`Error::Device`] if a function is being captured on this thread.
@@ -148,7 +149,8 @@ pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// Records that the function advances the state `key`. Replays repeat this change.
+/// Records that the function advances the state `key`. The change itself is repeated by a function that
+/// `HostState::advance` gives to [`after_replay`].
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
@@ -156,7 +158,8 @@ pub(super) fn note_advance(key: usize) {
 }
 
 /// Whether the function that is being captured on this thread has changed the state `key` by `HostState::change`, but
-/// not by `HostState::advance`. Then the value after the change is assumed to be the same in every call.
+/// not by `HostState::advance`. The value after the change is then assumed to be the same in every call, so work that
+/// reads this value does not depend on the value before the call.
 pub(super) fn has_changed_but_not_advanced(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -307,8 +310,9 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Marks each gradient as filled or empty, as it was at the end of the run. A replay changes gradients but not
-    /// these marks; a failed capture changes the marks but not the gradients.
+    /// Marks each gradient as filled or empty, as it was at the end of the run or at a later `settle_gradients`. Call
+    /// this after a replay, which changes gradients but not these marks, and after a failed capture, which has changed
+    /// the marks but not the gradients.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);
@@ -400,7 +404,8 @@ mod tests {
         assert!(effects.run_before_replay().is_err());
         effects.run_after_replay();
         assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
-        // On the CPU nothing was replayed, so the gradient counts as filled, with the zeros of zero_grad().
+        // `run_after_replay` has marked the gradient as filled, as it was after the run. No graph was launched, so the
+        // gradient's buffer still has the zeros that zero_grad() wrote.
         assert_eq!(gradient(&x), 0.0);
     }
 

@@ -8,8 +8,9 @@ use super::VaeConfig;
 use super::config::DEFAULT_NORM_EPS;
 use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
-/// The keys of the autoencoder's parameters: original names after a prefix if `original` has original naming, otherwise
-/// diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
+/// The layout of the autoencoder's parameters. `original` tells how a checkpoint in one file names them; it is None for
+/// a folder in diffusers' layout. With [`Naming::Original`], the keys are the original names after the prefix; in all
+/// other cases they are diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
 pub(super) fn layout(
     original: Option<CheckpointNaming>,
     config: &VaeConfig,
