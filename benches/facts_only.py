@@ -31,6 +31,8 @@ def _pipeline(name: str) -> dict[str, Config]:
 
 
 def _klein_9b() -> dict[str, Config]:
+    # `KLEIN` and `QWEN3` are the transformer and the text encoder of the 4B model. The two models
+    # have the same autoencoder.
     parts = _pipeline("flux2")
     transformer = KLEIN | {
         "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,

@@ -3,12 +3,14 @@
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). An index that a product sums over may be permuted if both
 // operands have the same permutation, and columns of the right operand may be permuted if the result's columns are. The permutations here
-// make a thread's values contiguous in memory. With g = lane / 4 and t = lane % 4:
-// - Features, which the product with `down` sums over, are taken 32 at a time, in two products. A thread has the features 8t to 8t + 7.
+// make a thread's values contiguous in memory. With g = lane / 4 and t = lane % 4, a thread loads values of column g of the right operand,
+// and gets the sums of the columns 2t and 2t + 1:
+// - Features, which the product with `down` sums over, are taken 32 at a time, in two products. A thread loads 8t to 8t + 7 of the 32.
 // - Ranks are taken 16 at a time. The product with `down` has ranks as columns and takes two products of 8 columns: column g is rank 2g in
-//   the first, and rank 2g + 1 in the second. So a thread's sums are those of the ranks 4t to 4t + 3.
+//   the first, and rank 2g + 1 in the second. So a thread's sums are those of the ranks 4t and 4t + 2 (first) and 4t + 1 and 4t + 3
+//   (second). The product with `up`, which sums over ranks, has the same four ranks in this thread.
 // - Columns of the result are taken 32 at a time, in four products with `up`. Column g of product i is column 4g + i of the 32, so a
-//   thread's sums are those of the columns 8t to 8t + 7.
+//   thread's sums, of the columns 2t and 2t + 1 of each product, are those of the columns 8t to 8t + 7 of the 32.
 #pragma once
 
 #include "element.cuh"

@@ -92,6 +92,7 @@ def test_prompts_are_checked_before_the_model_loads(
     tokenizer.add_tokens(["<new>", "<newer>"])
     tokenizer.save(str(weights / "tokenizer.json"))
     monkeypatch.setattr(CausalLM, "model", property(lambda _: pytest.fail("the model is loaded")))
+    # No adapter is read before the prompts are checked, so an empty file suffices.
     adapter = tmp_path / "adapter.safetensors"
     adapter.write_bytes(b"")
     flags = ["--weights", str(weights), "--adapter", str(adapter), "--prompt", "a", "--prompt"]

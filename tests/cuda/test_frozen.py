@@ -167,7 +167,9 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     )
     # Variables that take a step together share settings (learning rate, step number) in GPU memory.
     # The rejected recording would have stepped the first variable alone, but was undone: the two
-    # still share settings. So the eager step, of the first variable alone, must write new ones.
+    # still share settings. So the eager step, of the first variable alone, must write new ones. If
+    # the recording were not undone, the first variable would have its own already, and the eager
+    # step would write none.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -224,7 +226,7 @@ def weights_of_updates(calls: list[Any]) -> list[float]:
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
 
-def test_replays_warm_averages_up_and_reject_updates_while_swapped_in(
+def test_replays_follow_the_warmup_of_averages_and_fail_while_swapped_in(
     cuda: Any, digits_base: Any
 ) -> None:
     run = cuda.run(
@@ -247,7 +249,7 @@ def test_replays_warm_averages_up_and_reject_updates_while_swapped_in(
     step(x)
     assert ema.updates == 21
     mark("swapped")
-    with ema:
+    with ema:  # puts the averages in the place of the parameters
         try:
             step(x)
         except tc.ArgumentError as error:

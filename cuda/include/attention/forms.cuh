@@ -22,5 +22,5 @@ constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64
 // The gradient of queries for widths up to 64: the number of keys that a block works on at a time.
 constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
 // The backward pass for widths up to 64: the number of blocks that a multiprocessor must have room for. If `HAS_SMALL_SHARED_MEMORY`, the
-// shared memory of a multiprocessor suffices for two.
+// shared memory of a multiprocessor suffices for only two.
 constexpr int BACKWARD_BLOCKS_64 = HAS_SMALL_SHARED_MEMORY ? 2 : 3;

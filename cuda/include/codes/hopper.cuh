@@ -105,7 +105,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     }
 
     // Starts to compute stage_sums = the sums of a stage's products, or stage_sums += them if `add`. The caller has to wait for the
-    // products.
+    // products. A descriptor tells the multiplication where an operand is in shared memory; adding 1 to it moves the operand by
+    // DESCRIPTOR_UNIT bytes. A warpgroup takes 64 of the rows of x, and one multiplication sums over 32 values of k.
     __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&stage_sums)[SUMS], bool add) const {
         const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIPTOR_UNIT);
         const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);

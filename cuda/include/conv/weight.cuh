@@ -60,7 +60,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     }
 
     // Starts the copies of the next step into the stage at address `stage`. `grad` is grad_y. `first_out` is the block's first output
-    // channel, and `pixels` the number of pixels of the output.
+    // channel, and `pixels` the number of pixels of the output. Where a value does not exist, `copy_to_tile` writes zeros.
+    // `Reuse::YES` lets the copied values stay in the L1 cache.
     __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s,
                                               int first_out, int pixels) {
         const int left_row = int(threadIdx.x) / LEFT_COLUMNS, left_column = int(threadIdx.x) % LEFT_COLUMNS * LEFT_VEC;
@@ -132,7 +133,8 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     float acc[MF][NF][4] = {};
     int stage = 0;
     for (int step = 0; step < steps; ++step) {
-        // There is a group of copies for each step, even if it is empty, so this waits for the copies of step number `step`.
+        // Each step has a group of copies, even if it is empty. Only the latest STAGES - 2 groups may be unfinished after this wait, so the
+        // copies of step number `step` are finished.
         copies_wait<STAGES - 2>();
         __syncthreads();
         // The stage of the previous step, which all threads have left.

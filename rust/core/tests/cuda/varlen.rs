@@ -132,6 +132,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
                 let table_dtype = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
                 let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(table_dtype);
                 let (cos, sin, scale) = (moved(&tables[0])?, moved(&tables[1])?, moved(&scale)?);
+                // A scale for queries, none for keys; epsilon.
                 let norms = is_normed.then_some(([Some(&scale), None], 1e-6));
                 let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
                 rotary_attention(&x[0], heads, &bounds(case.bounds, device)?, case.window)

@@ -129,6 +129,8 @@ impl Captured {
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
+                // The launch below needs this work, as each replay does: for example, copies of new values of variables
+                // to an optimizer's master values. It is not a part of the graph.
                 effects.run_before_replay()?;
                 // Notes which gradients have values now: if the recording fails, they are marked so again.
                 effects.settle_gradients()?;

@@ -41,6 +41,7 @@ pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
         let x = elements::<T>(x[0])?;
         let mut y = vec![T::from_acc(Real::ZERO); len];
         if len > 0 {
+            // The number of rows of `y` that one thread takes at a time.
             let rows = rows_per_block(inner);
             par_chunks_mut(&mut y, rows * inner, |piece, y| {
                 // A row is y[o, j, ..].
@@ -163,7 +164,7 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
         let g = elements::<T>(g[0])?;
         let mut dx = vec![T::from_acc(Real::ZERO); len];
         if len > 0 && count > 0 {
-            // A slab holds the elements of `dx` with the same o.
+            // A slab holds the elements of `dx` with the same o. One thread takes this many slabs at a time.
             let slabs = rows_per_block(size * inner);
             par_chunks_mut(&mut dx, slabs * size * inner, |piece, dx| {
                 let mut sum = vec![<T as Elem>::Acc::ZERO; size * inner];

@@ -100,6 +100,7 @@ pub(super) fn product(
     }
     let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64, ROWS)?, w };
     let clusters = tile.clusters(x.rows, list).clamp(1, most_clusters);
+    // All kernels of `codes_hopper.cu` take the same arguments, so the structure of one of them serves for all.
     let arguments = Arguments {
         out: output(OP, y)?,
         bias: optional_input(OP, bias)?,
