@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import AutoencoderKLQwenImage
@@ -12,7 +13,7 @@ from trainable_candle.models import AutoencoderKLQwenImage
 from .conftest import assert_near, relative_error
 
 FOLDER = Path(__file__).parents[1] / "golden" / "qwen-image"
-CASE = tc.load_file(FOLDER / "vae_forward.safetensors")
+CASE = tc.load_file(decompressed(FOLDER / "vae_forward.safetensors"))
 STORED = tc.load_file(FOLDER / "vae" / "diffusion_pytorch_model.safetensors")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import T5Encoder
@@ -20,7 +21,7 @@ TABLE = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 def case_of(form: str) -> dict[str, tc.Tensor]:
-    return tc.load_file(GOLDEN / f"{form}.safetensors")
+    return tc.load_file(decompressed(GOLDEN / f"{form}.safetensors"))
 
 
 def weights_of(form: str) -> dict[str, tc.Tensor]:

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import AutoencoderKL
 
 from .conftest import GOLDEN, assert_near, relative_error, weights_of
 
-CASE = tc.load_file(GOLDEN / "vae_forward.safetensors")
+CASE = tc.load_file(decompressed(GOLDEN / "vae_forward.safetensors"))
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ FLUX2 = GOLDEN.parent / "flux2"
 def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_loads_from_its_files(
     tmp_path: Path,
 ) -> None:
-    case = tc.load_file(FLUX2 / "vae_forward.safetensors")
+    case = tc.load_file(decompressed(FLUX2 / "vae_forward.safetensors"))
     stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
     model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")
     del stored["bn.num_batches_tracked"]  # which only training in torch uses

@@ -63,7 +63,7 @@ def store(model: Module, folder: str) -> None:
 def save(
     name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors of a case; compress the file if it has metadata, as those of adapters have."""
+    """Write tensors of a case; compress the file if it has metadata, which may be empty."""
     tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
     if metadata is None:
         save_file(tensors, HERE / f"{name}.safetensors")
@@ -206,7 +206,7 @@ def autoencoder() -> None:
         "tiled_mean": model.encode(image).latent_dist.mean,
         "tiled_decoded": model.decode(latent).sample,
     }
-    save("vae_forward", case)
+    save("vae_forward", case, metadata={})
 
 
 def text_encoders() -> None:

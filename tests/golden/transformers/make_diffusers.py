@@ -103,7 +103,7 @@ def randomize(model):
 
 
 def save(path, tensors, metadata=None):
-    """Write tensors of a case; compress the file if it has metadata."""
+    """Write tensors of a case; compress the file if it has metadata, which may be empty."""
     copies = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
     if metadata is None:
         save_file(copies, path)
@@ -339,7 +339,7 @@ def qwen_autoencoder():
     stored = {"image": image, "mean": found.mean[:, :, 0], "logvar": found.logvar[:, :, 0],
               "latent": latent, "decoded": decoded[:, :, 0],
               "tiled_decoded": tiled[:, :, 0]}  # fmt: skip
-    save(folder / "vae_forward.safetensors", stored)
+    save(folder / "vae_forward.safetensors", stored, metadata={})
 
 
 def flux2_autoencoder():
@@ -361,7 +361,7 @@ def flux2_autoencoder():
         decoded = model.decode(latent, return_dict=False)[0]
     stored = {"image": image, "mean": found.mean, "logvar": found.logvar, "latent": latent,
               "decoded": decoded}  # fmt: skip
-    save(folder / "vae_forward.safetensors", stored)
+    save(folder / "vae_forward.safetensors", stored, metadata={})
 
 
 def folded(shapes):
