@@ -14,7 +14,8 @@
 // In short: a block has one piece of a sample's positions and one tile of channels. Its threads form lines. A thread has N = WIDE
 // neighbouring channels (16 bytes), and its line's positions of the piece. ALIGNED: the number of channels is a multiple of WIDE, and all
 // tensors begin at multiples of 16 bytes (`are_wide`), so a thread loads its channels at once. BATCH: the number of positions whose loads
-// overlap. `keep_narrow` keeps loaded f16 and bf16 values in 16 bits until they are used.
+// overlap. `keep_narrow` keeps loaded f16 and bf16 values in 16 bits until they are used. `part.valid` is the number of channels that the
+// thread has, 0 for a surplus thread; `size.width()` is the number of channels of a group.
 
 #include "architecture.cuh"
 #include "channels.cuh"

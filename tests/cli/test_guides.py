@@ -43,10 +43,10 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
     for command in commands:
         arguments = shlex.split(command)
         if "sd_xl_base_1.0.safetensors" in arguments:
-            # Without --weights, the command uses the built-in checkpoint instead of a download.
+            # Without --weights, the command uses the small built-in SDXL instead of a download.
             index = arguments.index("--weights")
             del arguments[index : index + 2]
-            # That checkpoint is a folder, so `merge` writes a folder, too.
+            # The built-in SDXL is a folder, so `merge` writes a folder, too.
             arguments = ["merged" if a == "merged.safetensors" else a for a in arguments]
         if arguments[0] == "train-lora":
             # A command with --rank starts a run; one without --rank continues a run of 3 steps.

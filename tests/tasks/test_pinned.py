@@ -73,7 +73,8 @@ def test_without_pinned_memory_the_slower_of_both_copies_sets_the_time(gpu: str)
     rate = min(GPUS[gpu].link, HOST_COPY)
     expected = (2 * WORK.streamed + WORK.modulation) / rate
     assert predicted(gpu, 0) == pytest.approx(expected, rel=1e-3)
-    # If the link is slower than the host's copies, the link sets the rate.
+    # If the link is slower than the host's copies, the link sets the rate. `streams` is the rate of
+    # the streamed weights.
     slow_link = replace(GPUS[gpu], link=0.5 * HOST_COPY)
     assert with_ring(slow_link, share=1.0).streams == pytest.approx(slow_link.link)
 

@@ -1,5 +1,5 @@
 // Adafactor and CAME: their states have the second moments of a matrix's rows and columns, from which they compute the second moments of
-// its elements. See rust/nn/src/optim/adafactor.rs and came.rs.
+// its elements. See rust/nn/src/optim/adafactor.rs and came.rs. One block of WHOLE_THREADS threads computes the step of one variable.
 #pragma once
 
 #include "elements.cuh"

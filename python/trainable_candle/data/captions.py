@@ -159,7 +159,7 @@ class CaptionMaker:
         if dropped:
             return ""
         if self._varies:
-            variants = self.options.variants
+            variants = self.options.variants  # 0: no limit, each sample draws a new variant
             return self._variant(
                 caption, trigger, image_seed, choice % variants if variants else choice
             )

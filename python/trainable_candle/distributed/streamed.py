@@ -81,6 +81,7 @@ def slowest_link(group: Group, device: str) -> str:
         CudaUnavailableError, DeviceError: `device` is not a GPU, or the driver reports an error.
         DistributedError: another process has failed.
     """
+    # "bus": the address of the GPU on the PCI bus, the same in all processes of the machine.
     mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
     # `exchange` returns the bytes of all processes, in the order of their ranks.
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]

@@ -170,6 +170,7 @@ impl Source {
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
         let transposes = wanted.is_some() && self.transposes();
         let streaming = self.streaming.clone();
+        // None: not streamed. A unit is the weights of a block that are streamed together.
         let streamed = streaming.as_deref().and_then(|streaming| Some((streaming, streaming.unit(layer)?)));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
             && let Some(found) = stored.shape(&name)?
@@ -180,7 +181,8 @@ impl Source {
                     streaming.weight(unit, stored.read_weight_to_cpu(&name, format)?)?
                 }
                 (Some((streaming, unit)), None) => {
-                    // The store may return a quantized weight here, but this layer is not to be quantized.
+                    // `read` would put the values on the device of the model. `read_weight_to_cpu` does not, but may
+                    // return a quantized weight, and this layer is not to be quantized.
                     let weight = stored.read_weight_to_cpu(&name, None)?;
                     let values = weight.quantized().map(|matrix| matrix.dequantize(matrix.dtype())).transpose()?;
                     streaming.weight(unit, values.map_or(weight, Weight::from))?

@@ -25,6 +25,8 @@ mod host;
 mod slot;
 mod version;
 
+// `is_running` is also true while a function runs eagerly before its capture. `refuse` is for operations that a graph
+// cannot contain.
 pub use effects::{before_replay, is_capturing, is_running, refuse};
 pub use fixed::Fixed;
 pub use host::HostState;
@@ -36,6 +38,7 @@ pub(crate) use effects::Place;
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "graphs exist on CUDA alone"))]
 pub(crate) use effects::{Effects, Run};
 pub(crate) use generator::Generator;
+// `Settle` is what captures need of a gradient, such as a buffer at a fixed address.
 pub(crate) use slot::{GradientSlot, Settle};
 pub(crate) use version::Version;
 

@@ -2,6 +2,7 @@
 //! with the CPU in f64.
 //!
 //! `TOLERANCE` has a tolerance for each of f32, f16 and bf16, in this order. The tests of attention double it.
+//! `random(dims, std, dtype)` draws from the normal distribution with mean 0 and standard deviation `std`.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
@@ -182,6 +183,7 @@ fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     let device = gpu().unwrap();
     // One head of 136 features: 2,900 queries, 12,000 keys and values.
     let inputs = [2900, 12_000, 12_000].map(|length| random(&[1, length, 136], 1.0, DType::F32));
+    // Without a mask, not causal, and with the default scale.
     let attend = |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None);
     let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let expected = to_f64_vec(attend(&wide).unwrap().raw()).unwrap();

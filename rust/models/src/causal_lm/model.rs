@@ -58,6 +58,7 @@ impl CausalLM {
             DecoderLayer::new(&config, config.windows[index], &mut weights)
         };
         let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
+        // `is_part`: the model has only the first layers of the files.
         let top = if config.is_part() {
             None
         } else {
@@ -302,7 +303,7 @@ fn is_llama_cpp(original: CheckpointNaming) -> bool {
     original.naming == Naming::LlamaCpp
 }
 
-/// The names of the model's parameters in a file or folder.
+/// The names of the model's parameters in a file of the naming `original`, or in transformers' folder if it is `None`.
 fn layout(config: &CausalLMConfig, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     if original.is_some_and(is_llama_cpp) { gguf::layout(config) } else { keys::layout(config, original) }
 }
@@ -317,7 +318,7 @@ impl Architecture for CausalLM {
         // All layers of a block are quantized, and a language model has no modulation.
         unquantized: &[],
         modulation: &[],
-        // Matrices outside of the blocks that are quantized too.
+        // Matrices outside of the blocks that are quantized too. They are dequantized some rows at a time.
         rows: &[keys::EMBEDDING, keys::HEAD],
         // A list here would restrict W8A8 (products of 8-bit codes) to some layers. No layer of a language model is too
         // small for W8A8, so there is no restriction.
@@ -382,7 +383,8 @@ impl Model for CausalLM {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
-        // The scores are the product of the hidden states with the head's matrix, which has the embedding's shape.
+        // Counts the operations of the scores, the product of the hidden states with the head's matrix, which has the
+        // embedding's shape. The tape keeps no scores, because the loss computes them in parts.
         saved.product(self.embedding.dims(), size.tokens);
     }
 

@@ -268,6 +268,7 @@ impl NormedBackward {
     /// must add it to that gradient.
     fn grad_tensor(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
+        // The gradient has the dtype and the device of `x`, and the shape `x.dims()`.
         if let Some(view) = context.part(index, (x, x.dims()), COLUMN_DIM, 0..columns)? {
             return Ok((view, true));
         }

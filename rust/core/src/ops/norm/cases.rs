@@ -1,5 +1,6 @@
-//! Test cases of norms. A case has a label, the shapes of its inputs, and the call; the first input `x[0]` is the
-//! normalised one unless it is frozen, and scale and shift follow. Images and sequences have their features last.
+//! Test cases of norms. A case has a label, the shapes of its inputs `x`, and the call. The inputs are the tensor to
+//! normalise, then the scale and the shift, if any; operands that a case makes with `frozen` are not among the inputs.
+//! Images and sequences have their features last.
 
 // `frozen(dims, like)` makes an input that needs no gradient. Of `like` it takes only dtype and device.
 use super::plain::{self, frozen};
@@ -143,6 +144,7 @@ fn group_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     // Three groups of channels; x[0] is (batch, positions, channels) or (batch, height, width, channels).
     let run = |x: &[Tensor]| super::group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
+    // For (batch, positions, channels) only, so the case "image" has no plain form.
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS);
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
@@ -163,7 +165,7 @@ fn group_norm() -> Vec<Case> {
 
 fn group_norm_silu() -> Vec<Case> {
     const EPS: f64 = 1e-6;
-    // Three groups of channels.
+    // Three groups of channels; shapes as in `group_norm`.
     let run = |x: &[Tensor]| super::group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS)?.silu();
     vec![

@@ -309,6 +309,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     }
     let [_, out_per_group] = sizes.group_channels();
     let (kernel, shape) = if sizes.is_direct() {
+        // 1: each thread computes about one element of the result.
         (&CONV2D_FORWARD_DIRECT, Shape::flat(y.elem_count(), 1))
     } else {
         let tiles = sizes.pixels().div_ceil(64) * out_per_group.div_ceil(64);
@@ -395,6 +396,7 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     let Some(tile) = tile else {
         let [channels_per_group, _] = sizes.group_channels();
         let (kernel, shape) = if sizes.is_direct() {
+            // 1: about one element for each thread.
             let flat = Shape::flat(dx.elem_count(), 1);
             (&CONV2D_GRAD_INPUT_DIRECT, Shape { grid: [flat.grid[0], sizes.phases(), 1], ..flat })
         } else {
