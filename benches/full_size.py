@@ -146,6 +146,7 @@ def vae_shapes() -> Shapes:
     widths = list(VAE_WIDTHS)
     moments = 2 * LATENT_CHANNELS  # mean and log variance of each latent channel
     coder("encoder", (3, moments), widths, VAE_LAYERS, "downsamplers")
+    # In diffusers, a level of the decoder has one residual block more than a level of the encoder.
     coder("decoder", (LATENT_CHANNELS, 3), widths[::-1], VAE_LAYERS + 1, "upsamplers")
     _conv(shapes, "quant_conv", moments, moments, 1)
     _conv(shapes, "post_quant_conv", LATENT_CHANNELS, LATENT_CHANNELS, 1)

@@ -39,6 +39,7 @@ def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
         activations_gib = {"none": 4, "selective": 3}.get(config.checkpointing, 2)
         on_host = states if config.states_on_host else 0
         items = [
+            # `Estimate.peak` adds `RUNTIME_BYTES`.
             Item("model", "weights", 6 * GIB - RUNTIME_BYTES),
             Item("model", "activations", activations_gib * GIB),
             Item("model", "optimizer", int(states - on_host)),
@@ -109,6 +110,7 @@ def test_states_go_to_the_host_only_where_they_can_be_pinned() -> None:
 
 
 def test_an_optimizer_step_copies_the_states_twice_however_many_micro_batches_it_has() -> None:
+    # `step_seconds` does not depend on the memory in `limits`.
     limits = Budget(memory=9 * GIB, host=64 * GIB, rates=CARD)
     for micro_batches in (1, 4):
         found = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=micro_batches)

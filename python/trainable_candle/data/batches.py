@@ -36,8 +36,8 @@ class ShuffledBatches:
         repeats: how often each item occurs in an epoch, above 0; by default once.
 
     Raises:
-        ConfigError: a number is out of its range, or the number of groups or of repeats is not that
-            of the items.
+        ConfigError: a number is out of its range, or `groups` or `repeats` does not have one entry
+            for each item.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class Digits(LatentFamily):
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    at_once: ClassVar[int] = 256  # the batch size of drawing, and the least one of validation
-    validation_examples: ClassVar[int] = 1  # at least; so no image is used twice
+    at_once: ClassVar[int] = 256  # the batch size of drawing, the least batch size of validation
+    validation_examples: ClassVar[int] = 1  # the least number; as it is 1, no image is used twice
     coder: ClassVar[Pixels] = Pixels()
     resolution: ClassVar[int] = SIDE
 

@@ -43,6 +43,10 @@ __all__ = [
 ]
 
 
+# `explained` puts the function's name in front of the messages of Python's own exceptions. Inside
+# `with drawing(name, generator)`, the library draws from `generator`.
+
+
 @explained
 def uniform_(
     tensor: Var, a: float = 0.0, b: float = 1.0, generator: Generator | None = None

@@ -344,6 +344,7 @@ fn clipping_follows_torch() {
     let golden = Golden::open("torch.safetensors");
     for (norm_type, name) in [(NormType::L2, "2"), (NormType::Inf, "inf")] {
         for dtype in [DType::F32, DType::F64] {
+            // The gradients of all steps, here of as many variables.
             let grads: Vec<Tensor> =
                 (0..TORCH_STEPS).map(|i| cast(&golden.tensor(&format!("grad.{i}")), dtype)).collect();
             let vars: Vec<Var> =

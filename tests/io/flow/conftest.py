@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "patterns": EVERYWHERE | {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 9.0}},
     "dora": EVERYWHERE | {"use_dora": True},
     "dora_attention": EVERYWHERE | {"use_dora": True, "target_modules": ["to_q", "to_k"]},
+    # Without `wd_on_output`, DoRA has a magnitude for each input of a layer, not for each output.
     "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},
     "loha": EVERYWHERE | {"adapter": "loha"},
     "lokr": EVERYWHERE | {"adapter": "lokr"},

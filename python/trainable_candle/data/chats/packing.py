@@ -120,6 +120,8 @@ class PackedRows:
         # Batches are padded to a multiple of this number of tokens; 0: they are not padded.
         self._padding_multiple = -(-batch_size * sequence_length // shapes) if shapes else 0
         lengths = [len(example) for example in examples]
+        # Only examples of equal length change places, so these rows have the lengths of every
+        # epoch's rows.
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
         """The number of rows in each epoch."""

@@ -10,7 +10,8 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
-// In `uniform` and `normal`, the closure makes the kernel's arguments; [`draw`] says what its parameters are.
+// In `uniform` and `normal`, the closure makes the kernel's arguments; [`draw`] says what its parameters are. The
+// parameter `state` is an address.
 
 /// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers in [0, 1) that the generator draws from
 /// its state `start` on.
@@ -66,6 +67,7 @@ fn draw<A: Arguments>(
         let function = gpu.function(kernel, &[])?;
         // Each thread draws four numbers.
         let shape = Shape::threads(op, count.div_ceil(4))?;
+        // The address `state`, and the state that goes with it, which replaces `start`.
         let (state, start) = generator(start);
         let arguments = arguments(output(op, &y)?, count as u64, state, start);
         // SAFETY: the result has `count` elements.

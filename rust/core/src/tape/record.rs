@@ -61,7 +61,8 @@ impl Saver<'_> {
 
     /// Keep an input that the backward pass reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
-        // `slot` refers to the checkpoint that recomputes the value, `again` to the node that does, if there is one.
+        // Instead of the value, the tape can keep a reference to what recomputes it: a checkpoint (`slot`), or else a
+        // node (`again`). Without either, it keeps the value.
         let slot = if self.recording { checkpoint::save(&tensor.raw) } else { None };
         slot.or_else(|| Saved::again(tensor)).unwrap_or_else(|| Saved::keep(tensor))
     }
@@ -145,7 +146,8 @@ pub fn record_no_backward(
     if flags().grad_enabled() && inputs.iter().any(|t| t.node.is_some()) {
         return Err(Error::NoBackward { op });
     }
-    // A checkpoint must know what its function reads: variables among it must not change before the recomputation.
+    // A checkpoint must know what its function reads, because variables that it reads must not change before the
+    // recomputation.
     // For operations with a derivative, `checkpoint::run` does this.
     checkpoint::reads(inputs);
     Ok(Tensor::constant(forward()?))

@@ -39,9 +39,9 @@ pub struct RotaryHeads<'a> {
 /// of `x` has all heads of a token's queries, then those of its keys, then those of its values. Queries and keys are
 /// first normalised, if `heads` has norms, and then rotated.
 ///
-/// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per token
-/// and query head (the log-sum), and two numbers per token (the spans); the backward pass normalises and rotates
-/// queries and keys again.
+/// `cu_seqlens` and `window` are those of `varlen_attention`: the bounds of the segments, and the maximum number of
+/// keys that a query sees. Saves the projection, the result, one number per token and query head (the log-sum), and two
+/// numbers per token (the spans); the backward pass normalises and rotates queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient or the

@@ -19,8 +19,9 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let [y_height, y_width] = if is_backward { from } else { to };
     let y = empty(op, gpu, &[batch, y_height, y_width, channels], x.dtype())?;
     if y.elem_count() > 0 {
-        // A line is a row of pixels of y. Each of a block's 256 threads writes four packs of 16 bytes of a line, with
-        // `wide` elements each. If there are more such pieces than blocks, the blocks take several.
+        // A line is a row of pixels of y. A block of 256 threads writes a piece of a line: each thread writes four
+        // packs of 16 bytes, with `wide` elements each. If there are more pieces than blocks in the largest grid,
+        // blocks write several pieces.
         let (lines, line_len) = (batch * y_height, y_width * channels);
         let blocks = lines * line_len.div_ceil(256 * 4 * wide(x.dtype()));
         let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };

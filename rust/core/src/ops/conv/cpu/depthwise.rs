@@ -16,7 +16,8 @@ use crate::ops::rows::rows_per_block;
 const CHANNELS: usize = 128;
 
 /// The line or column (by `axis`) of the source that target line or column `target`, counted in its phase, reads at the
-/// kernel tap with `offset`. `None` if the tap reads the padding there.
+/// kernel tap with `offset`. `None` if the tap reads the padding there. Neighbouring target positions of a phase read
+/// source positions at a distance of `axis.step`; the source has `axis.source` positions.
 fn source_position(axis: &Axis, target: usize, offset: isize) -> Option<usize> {
     usize::try_from((target * axis.step) as isize + offset).ok().filter(|&position| position < axis.source)
 }
@@ -50,7 +51,8 @@ pub(super) fn run<T: Elem>(
             let target = unsafe { shared.slice(target_line * line_len..(target_line + 1) * line_len) };
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
-                // `taps` has the kernel taps of the phase: here their lines i, below their columns j.
+                // A kernel tap of the phase is a line i of the kernel, from `lines.taps`, and a column j, from
+                // `columns.taps`. Each of the two has an offset in the source.
                 for &(i, offset) in &lines.taps {
                     let Some(source_line) = source_position(lines, line, offset) else { continue };
                     for &(j, offset) in &columns.taps {

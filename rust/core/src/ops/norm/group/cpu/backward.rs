@@ -94,7 +94,7 @@ impl<T: Elem> BackwardPass<'_, T> {
                 }
             }
         }
-        // Only now are the sums multiplied by rstd, once for each channel.
+        // The first table has Σ g (x - mean) so far; rstd multiplies these sums only now, once for each channel.
         let rstds = channel_table(size, |group, _| self.rstd[group]);
         for (dot, rstd) in tables[0].iter_mut().zip(&rstds) {
             *dot *= *rstd;
