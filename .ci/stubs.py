@@ -82,6 +82,7 @@ def generate(tree: Path) -> str:
     """Return the stubs of the extension that `tree` builds."""
     linker = f"linker={ROOT / '.ci' / 'zig-cc'}"
     build = ("maturin", "generate-stubs", "--profile", "release", "--out", str(FOLDER))
+    # The generator reads the library's symbols, so these must not be stripped.
     run(*build, "--", "-C", linker, "-C", "strip=none", folder=tree)
     source = GENERATED.read_text()
     for number, line in enumerate(source.splitlines(), 1):

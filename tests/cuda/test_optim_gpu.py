@@ -75,6 +75,8 @@ def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
     for device in ("cpu", "cuda"):
         parameters = variables(dtype, device)
         groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+        # The learning rates of Prodigy's groups must be equal, but some may be 0. The cases with
+        # options test that, too.
         if kind == "prodigy" and options:
             groups[1]["lr"] = 0.0
         lr = 1.0 if kind == "prodigy" else 0.01
@@ -136,6 +138,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(kind: str) -> None:
 
         batches = [tc.tensor(rng.standard_normal((40, 64)), dtype="bf16") for _ in range(6)]
         batches = [batch.to("cuda") for batch in batches]
+        # `capture` takes no step: `batches[0]` only gives the shape and dtype of all inputs.
         step = tc.cuda.capture(train, [batches[0]]) if captured else train
         for number, batch in enumerate(batches):
             optimizer.lr = 0.01 / (number + 1)

@@ -48,6 +48,7 @@ def test_rounding_is_exact_up_to_the_largest_halves(dtype: str, bits: int) -> No
     kind = {"f32": np.float32, "f64": np.float64}[dtype]
     # From 2^(bits - 1) to 2^bits, neighbouring numbers differ by 1/2. Above, all are integers.
     halves = 2.0 ** (bits - 1) + np.array([0.5, 1.0, 1.5])
+    # The number just below 0.5 must round to 0, but plus 0.5 it is 1 in floating point.
     x = np.concatenate([halves, -halves, [np.nextafter(kind(0.5), kind(0)), 2.0**bits + 1]])
     x = x.astype(kind)
     for name in ("floor", "ceil", "round"):

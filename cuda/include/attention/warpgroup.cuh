@@ -78,8 +78,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 // (32, 16), (64, 16) or, if `a` is in shared memory, (128, 16); it is in shared memory.
 // warpgroup_multiply_add starts sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
 // Operands in shared memory are descriptors. The first argument only selects the dtype of the operands.
-// The numbers at the end of an instruction are the signs of `a` and `b` (1: not negated), and then, for each operand in shared memory,
-// whether the product sums over the rows of its tile.
+// After the operands, an instruction has whether it adds to `sum` (the predicate `add`; 1 in warpgroup_multiply_add), then the signs of
+// `a` and `b` (1: not negated), and then, for each operand in shared memory, whether the product sums over the rows of its tile.
 //
 // If the left operand is in registers, a loop must load it in the iteration that uses it, and must wait for the product in the same
 // iteration: ptxas 13.0 reuses these registers for other values between iterations.

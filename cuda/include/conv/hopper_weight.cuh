@@ -1,8 +1,9 @@
 // Gradient of a convolution's weight with the matrix instructions and the copy engine of compute capability 9.0 (code for
 // sm_90a alone). Computes the product of weight.cuh: the sum, over the pixels of the output, of the gradient of the output
 // (left; rows are output channels) times the pixels that each kernel tap reads from the input (right; columns are pairs of a
-// tap and an input channel). A step adds the products of STEP = 64 pixels of the output. In shared memory, a tile has 64
-// pixels of 64 channels. The number of input channels is a multiple of 64, so the 64 columns of a tile belong to one tap.
+// tap and an input channel). A step adds the products of STEP = 64 pixels of the output. In shared memory, a tile has STEP
+// pixels (its rows) of STEP channels. The number of input channels is a multiple of 64, so the 64 columns of a tile belong to
+// one tap. The right tiles are gathered from windows: the window of an output pixel is the pixels of the input that it reads.
 #pragma once
 
 #include "hopper.cuh"
@@ -78,7 +79,10 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             registers_more<232>();
             // This warpgroup's first column in the block's tile.
             const int column = int(threadIdx.x) / WARPGROUP * HALF, outs = s.out_channels;
+            // For each tile of 64 output channels, a thread's share of the 64 x HALF sums: the warpgroup has 128 threads.
             float acc[LEFT_TILES][HALF / 2] = {};
+            // ACROSS_ROWS: the product sums over the rows of both tiles, which are pixels. `each_strip` calls its function with
+            // each 16 rows (a strip) of a warp's sums, and with the strip's first row and first column in the block's tile.
             // Each warpgroup has all rows of the tile: they begin at byte 0 of a stage, and at row 0 in `each_strip` below.
             pipeline.template multiply_steps<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS, LEFT_TILES, HALF>(
                 acc, end - begin, 0, LEFT_BYTES + column / STEP * SQUARE_BYTES);

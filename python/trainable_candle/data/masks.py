@@ -24,9 +24,10 @@ def is_mask(path: Path) -> bool:
 
 
 def mask_of(image: Path) -> Path | None:
-    """Return the path of the mask of an image `NAME.SUFFIX`; None if there is no such file.
+    """Return the path of the mask of an image `NAME.EXTENSION`; None if there is no such file.
 
-    It is `NAME-masklabel.png` beside the image, else `masks/NAME` with any suffix of images.
+    It is `NAME-masklabel.png` beside the image, else `masks/NAME` with the extension of the image
+    or any other extension of images.
     """
     beside = image.with_name(f"{image.stem}{SUFFIX}.png")
     folder = image.parent / FOLDER

@@ -178,8 +178,8 @@ class ChatTokenizer:
         """The ids of the tokens that end an answer.
 
         They are the token that ends a text, the end tokens of the configuration, and the last
-        special token in an answer's turn. The last is left out if the chat template rejects a
-        question with its answer, or writes no special token there.
+        special token in an answer's turn. This special token is left out if the chat template
+        rejects a question with its answer, or writes no special token in the answer's turn.
         """
         ends = self._configured_ends
         if self.end is not None:

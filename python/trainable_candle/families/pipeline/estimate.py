@@ -43,7 +43,7 @@ _GUIDED: Final = 2
 """The number of predictions that a step with classifier-free guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
 """The most pixels that the autoencoder encodes at once on a GPU."""
-_TEXT_PARTS: Final = 16
+_MOST_TEXT_ROWS: Final = 16
 """The most rows of tokens that the text encoders encode at once on a GPU. A caption has one or more
 rows."""
 
@@ -118,7 +118,8 @@ def estimate(
     if _keeps_texts(config):
         images.append(text_weights)
     if not config.on_gpu:
-        # In addition to these images, there are the one that is encoded and its copy in a batch.
+        # Threads decode up to AHEAD images, 3 bytes for each pixel, before they are encoded. There
+        # are two more: the image that is being encoded and its copy in a batch.
         images.append(Item("images", "decoded ahead", 3 * area * (min(AHEAD, count) + 2)))
 
     # Activations are estimated for a square image with the area of the largest one.
@@ -142,6 +143,7 @@ def estimate(
             training.append(activations("text encoders", encoder, text_adapter, config, **sample))
     if config.cache == "off" or config.sample_prompts:
         training.append(vae_weights)
+    # `early_phases` are the phases between encoding and training.
     phases = {
         "encoding captions": captions,
         "encoding images": images,
@@ -154,6 +156,7 @@ def estimate(
         # No step runs while previews are drawn.
         idle = [item for item in training if item.what not in _OF_STEPS]
         phases["drawing previews"] = [*_together(idle), Item("previews", "activations", drawing)]
+    # Whether the file of a text encoder stores its layers in a quantized format.
     texts_have_format = any(facts.parts[part].stored_format for part in facts.text_encoders)
     work = replace(
         model.work,
@@ -164,7 +167,11 @@ def estimate(
 
 
 def _keeps_texts(config: TrainConfig) -> bool:
-    """Return whether the text encoders stay in memory after the captions have been encoded."""
+    """Return whether the text encoders stay in memory after the captions have been encoded.
+
+    They do if captions are also encoded during training: with trained encoders, without a cache, or
+    with `caption_variants` 0, which makes a new version of a caption for each use.
+    """
     return config.train_text_encoder or config.cache == "off" or not config.caption_variants
 
 
@@ -213,7 +220,7 @@ def text_rows_at_once(family: Sizes, config: TrainConfig, limit: float) -> int:
         return 1
     room = (limit - RUNTIME_BYTES - family.facts.text_bytes(config.precision, config)) / 2
     rows = room // (family.text_working_values * ITEM_BYTES[config.precision])
-    return int(max(1, min(_TEXT_PARTS, rows)))
+    return int(max(1, min(_MOST_TEXT_ROWS, rows)))
 
 
 def _coding(facts: Facts) -> int:

@@ -85,6 +85,7 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
     // The results of the blocks, of the shape (outer, blocks, inner).
     let mut partial = vec![F::start(); outer * blocks * inner];
     let shared = SharedMut::new(&mut partial);
+    // The elements that a task folds. A thread takes at a time as many tasks as have about GRAIN elements.
     let work_per_task = tile * rows.min(n);
     par_ranges(outer * blocks * tiles, (GRAIN / work_per_task).max(1), |tasks| {
         for task in tasks {

@@ -34,8 +34,8 @@ pub struct PartLayers<'a> {
 /// cannot be divided among its layers; [`Error::Config`] if peft's configuration beside the file is not JSON.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
-    // From each name that a module may have in a file, to the index of its part, and its layers, each with its rows of
-    // the module (`form`).
+    // A map whose keys are all names that a module may have in a file. A value has the index of the module's part
+    // (`part`) and its layers (`layers`), each with a form that tells which rows of the module are the layer's.
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
     let magnitudes_are_divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
     let trained_alphas = alpha::trained(&contents.metadata);
@@ -55,7 +55,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             let configured_scale = || contents.configured_scale(part.names.diffusers, layer);
             let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained_alphas.get(&key).copied());
             let mut values = values(&share, &base, magnitudes_are_divided, alpha, configured_scale).map_err(wrong)?;
-            // OFT's rotation of the inputs: a file may have one triangle for all blocks, but a layer has one per block.
+            // OFT's rotation of the inputs is stored as the strict upper triangles of skew-symmetric blocks. A file may
+            // have one triangle for all blocks, but a layer has one per block.
             if let Some(triangles) = values.parameters.get_mut(oft::TRIANGLES) {
                 *triangles = peft::unshared(triangles, base.inputs()).map_err(wrong)?;
                 values.cayley_neumann_terms = contents.cayley_neumann_terms();

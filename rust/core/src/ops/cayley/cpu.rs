@@ -12,7 +12,8 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The results D (count, n, n), from the strict upper triangles (count, n (n - 1) / 2) of the Q.
+/// The results D, from the strict upper triangles (count, n (n - 1) / 2) of the matrices Q. The second argument is the
+/// shape of the results, (count, n, n).
 pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> {
     let upper = contiguous(upper)?;
     let (triangle, square) = (size * (size - 1) / 2, size * size);

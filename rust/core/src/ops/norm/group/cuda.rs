@@ -36,6 +36,7 @@ impl Size {
         const THREADS: usize = 320;
         /// The samples are split into pieces only as long as the number of blocks does not exceed this number.
         const BLOCKS: usize = 256;
+        // A pack is as many adjacent channels as a thread reads at once: `wide(dtype)`, 16 bytes.
         let packs = self.channels.div_ceil(wide(dtype)).max(1);
         let tiles = packs.div_ceil(THREADS);
         // A block has `lines` lines of `columns` threads. A thread of a line has one pack of channels, and every
