@@ -27,7 +27,7 @@ pub struct Quantizable {
 }
 
 impl Quantizable {
-    /// Quantizes no layer.
+    /// Quantizes no layer. An architecture changes the lists that are not empty for it.
     pub const NOTHING: Self = Self { blocks: &[], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     /// Whether the layer `name` is in a block and may be quantized.

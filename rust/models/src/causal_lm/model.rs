@@ -315,14 +315,9 @@ impl Architecture for CausalLM {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["model.layers."],
-        // All layers of a block are quantized, and a language model has no modulation.
-        unquantized: &[],
-        modulation: &[],
-        // Matrices outside of the blocks that are quantized too. They are dequantized some rows at a time.
+        // The embedding and the head, which are dequantized some rows at a time.
         rows: &[keys::EMBEDDING, keys::HEAD],
-        // A list here would restrict W8A8 (products of 8-bit codes) to some layers. No layer of a language model is too
-        // small for W8A8, so there is no restriction.
-        multiplied: &[],
+        ..Quantizable::NOTHING
     };
 
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {

@@ -173,13 +173,8 @@ impl Architecture for ChromaTransformer {
 
     // All linear layers in the blocks, and no matrices outside of them (`rows`). None of the layers computes a
     // modulation, because the approximator does. With 8-bit products (`multiplied`), no layer is excluded either.
-    const QUANTIZABLE: Quantizable = Quantizable {
-        blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        unquantized: &[],
-        modulation: &[],
-        rows: &[],
-        multiplied: &[],
-    };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], ..Quantizable::NOTHING };
 
     fn build(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

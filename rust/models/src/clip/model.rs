@@ -180,13 +180,7 @@ impl Architecture for CLIPTextModel {
     const KIND: &'static ModelKind = &super::KIND;
 
     // All linear layers of the blocks, and no others.
-    const QUANTIZABLE: Quantizable = Quantizable {
-        blocks: &["text_model.encoder.layers."],
-        unquantized: &[],
-        modulation: &[],
-        rows: &[],
-        multiplied: &[],
-    };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["text_model.encoder.layers."], ..Quantizable::NOTHING };
 
     fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

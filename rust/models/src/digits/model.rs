@@ -164,8 +164,7 @@ impl Architecture for DigitsTransformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     // All layers of the blocks can be quantized, and no others.
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], ..Quantizable::NOTHING };
 
     fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -166,13 +166,8 @@ impl Architecture for FluxTransformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        // All linear layers of the blocks may be quantized.
-        unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
-        // Outside of the blocks, no layer is quantized (`rows`). No layer is too small for products of 8-bit codes
-        // (`multiplied`).
-        rows: &[],
-        multiplied: &[],
+        ..Quantizable::NOTHING
     };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {

@@ -180,17 +180,8 @@ impl Architecture for Flux2Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable {
-        blocks: &["transformer_blocks.", "single_transformer_blocks."],
-        // All linear layers of the blocks may be quantized.
-        unquantized: &[],
-        // No block computes its modulation: the model's `modulations`, outside of the blocks, do.
-        modulation: &[],
-        // Outside of the blocks, no layer is quantized (`rows`). No layer is too small for products of 8-bit codes
-        // (`multiplied`).
-        rows: &[],
-        multiplied: &[],
-    };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], ..Quantizable::NOTHING };
 
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

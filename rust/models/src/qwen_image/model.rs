@@ -163,15 +163,8 @@ impl Architecture for QwenImageTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable {
-        blocks: &["transformer_blocks."],
-        unquantized: &[],
-        modulation: &MODULATION,
-        // `rows`: matrices outside of blocks to quantize. There are none.
-        rows: &[],
-        // No restriction: with products of 8-bit codes, the same layers are quantized as without.
-        multiplied: &[],
-    };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks."], modulation: &MODULATION, ..Quantizable::NOTHING };
 
     fn build(config: QwenImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -169,13 +169,8 @@ impl Architecture for SD3Transformer {
 
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["transformer_blocks."],
-        // All layers of blocks may be quantized.
-        unquantized: &[],
         modulation: &["norm1.linear", "norm1_context.linear"],
-        // No matrix outside of blocks may be quantized.
-        rows: &[],
-        // The same layers are quantized if layers multiply 8-bit codes.
-        multiplied: &[],
+        ..Quantizable::NOTHING
     };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {

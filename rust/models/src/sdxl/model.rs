@@ -202,11 +202,9 @@ impl Architecture for SDXLUNet {
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["down_blocks.", "mid_block.", "up_blocks."],
         unquantized: &["time_emb_proj"],
-        // No layers compute a modulation before the blocks run, and no matrices outside of blocks are quantized.
-        modulation: &[],
-        rows: &[],
         // With W8A8, only the feed-forward layers are quantized: the others are too small to gain from 8-bit products.
         multiplied: &["ff.net."],
+        ..Quantizable::NOTHING
     };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {

@@ -115,8 +115,7 @@ impl Architecture for T5Encoder {
     const KIND: &'static ModelKind = &super::KIND;
 
     // All linear layers of the blocks, and nothing else.
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["encoder.block."], unquantized: &[], modulation: &[], rows: &[], multiplied: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], ..Quantizable::NOTHING };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

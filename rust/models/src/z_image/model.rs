@@ -278,9 +278,7 @@ impl Architecture for ZImageTransformer {
     const QUANTIZABLE: Quantizable = Quantizable {
         blocks: &["layers.", "noise_refiner.", "context_refiner."],
         unquantized: &["adaLN_modulation"],
-        modulation: &[], // the layers that compute it are `unquantized`
-        rows: &[],       // no matrix outside of blocks is quantized
-        multiplied: &[], // products of 8-bit codes are for all quantized layers
+        ..Quantizable::NOTHING
     };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
