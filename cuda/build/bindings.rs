@@ -183,8 +183,8 @@ fn element(pointer: &Parameter) -> &'static str {
     TYPES.iter().find(|(cuda, ..)| *cuda == pointer.class).map_or("Any", |(.., element)| element)
 }
 
-/// A CUDA file that includes `kernels/<name>.cu` and asserts that those of `structures` that the host fills have the same memory layout in
-/// Rust.
+/// A CUDA file that includes `kernels/<name>.cu`. For each of the file's `structures` that the host fills (those in `LAYOUTS`), it asserts
+/// that the memory layout in CUDA is that in Rust.
 pub fn unit(name: &str, structures: &[&str]) -> String {
     let mut code = format!("#include <cstddef>\n#include \"kernels/{name}.cu\"\n");
     for layout in LAYOUTS {

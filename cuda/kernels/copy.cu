@@ -44,7 +44,7 @@ template <typename F, typename D, typename S> struct Update {
     }
 };
 
-// The number of elements of the larger of two types that 16 bytes hold.
+// How many elements of the larger of two types fit into 16 bytes.
 template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
 
 // `copy_<from>_<to>(y, x, tensors)`: y = x.

@@ -35,7 +35,7 @@ def describe(
         small: one line for each image that is too small for every bucket.
     """
     items = [item for group in by_folder for item in group]
-    # How often an epoch trains on any of the images; `repeats` may be fractions.
+    # The number of samples in an epoch; `repeats` may be fractions.
     seen = sum(item.repeats for item in items)
     lines = [f"dataset: {counted(len(items), 'image')}, {seen:g} per epoch"]
     lines += _folders(by_folder, options, folders)

@@ -162,5 +162,5 @@ class PreparedTexts(Packing):
 
 
 def perplexity(loss: float) -> float:
-    """Return the exponential of a mean cross-entropy; infinity if a float cannot represent it."""
-    return math.exp(loss) if loss < 700 else math.inf  # exp(709.8) is the largest float
+    """Return the exponential of a mean cross-entropy; infinity from a loss of 700 on."""
+    return math.exp(loss) if loss < 700 else math.inf  # math.exp fails from 709.79 on

@@ -182,8 +182,8 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Reports to checkpoints that an operation reads this weight in addition to the inputs of the operation's tape
-    /// node.
+    /// Tells checkpoints that an operation reads this weight, which is not among the inputs of the operation's tape
+    /// node. Quantized and streamed weights are no tensors of the tape, so there is nothing to tell.
     pub(crate) fn report_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);
@@ -261,9 +261,9 @@ enum Held {
 impl Quantized {
     /// [`HeldWeight::add_input_gradient`] for a quantized weight.
     fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
-        // Nothing else uses the product of codes, so later gradients can be added to it in place.
         let (owned, alpha) = (true, 1.0);
         match self.input_gradient_of_codes(grad)? {
+            // Nothing else uses the product, so later gradients can be added to it in place (`owned`).
             Some(product) => context.add_pending(0, Pending::new(product.reshape(shape)?, owned)),
             None => context.add_product(0, shape, grad.dtype(), [grad, &self.values(grad.dtype())?], alpha),
         }

@@ -94,11 +94,12 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     // kohya's two styles are `KohyaOriginal`, with the layers' names in original checkpoints, and `Kohya`, with those
     // of diffusers. A name that is the same in both is no sign of mixed styles, so it is skipped. Such a name has the
     // style `KohyaOriginal`, because this style precedes `Kohya` in `Style::ALL`.
-    let is_sign = |(module, place): &(&str, &Place<'_>)| {
+    let is_same_in_both = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
-        place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
+        place.style != Style::Kohya && place.layers.iter().any(|(layer, _)| name(layer).as_deref() == Some(*module))
     };
-    let mixes_styles = mixes_kohya_names(found.filter(is_sign).map(|(_, place)| place.style));
+    let signs = found.filter(|module_and_place| !is_same_in_both(module_and_place));
+    let mixes_styles = mixes_kohya_names(signs.map(|(_, place)| place.style));
     let mut modules = Vec::new();
     // The index of each module's part; `None` if no part has the module.
     let mut owners = Vec::new();
@@ -110,9 +111,9 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
         };
         let part = &parts[place.part];
         for &(layer, form) in &place.layers {
-            // The adapter of this layer alone, from the rows of the module that belong to the layer (`form`). `None` if
-            // the module does not change the layer.
             let outputs = part.layers[layer][0];
+            // `own` returns the adapter of this layer alone, from the rows of the module that belong to the layer
+            // (`form`), or `None` if the module does not change the layer.
             let mut report = match read::own(stored, form, outputs) {
                 Ok(None) => continue,
                 Ok(Some(own)) => {

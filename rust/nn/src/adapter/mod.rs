@@ -105,10 +105,10 @@ pub struct AdapterSettings {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: a size F, which determines the number of rows of the smaller factor from the layer's number n of outputs
-    /// (and, in the same way, its number of columns from the number of inputs). If F divides n, the number of rows is
-    /// the smaller of F and n / F. Otherwise it is the largest divisor of n that is at most F and at most √n. `None`
-    /// means the largest divisor up to √n.
+    /// LoKr: a size F, which determines the size of the smaller factor. For a layer with n outputs, the factor has
+    /// min(F, n / F) rows if F divides n; otherwise the number of rows is the largest divisor of n that is at most F and
+    /// at most √n. `None` means the largest divisor up to √n. The number of columns follows in the same way from the
+    /// layer's inputs.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks. If it does not divide the number of features, OFT uses the nearest divisor
     /// ([`oft_block_size`]).

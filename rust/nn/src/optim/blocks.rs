@@ -28,7 +28,8 @@ pub(super) trait Step<const N: usize>: Copy {
 #[repr(align(64))]
 pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
 
-/// Updates a chunk with `N` 8-bit states. `chunk.states` holds the codes and then the scales of each state.
+/// Updates a chunk with `N` 8-bit states. `chunk.states` holds, for each state in turn, its
+/// codes and then its scales.
 pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
     with_lanes(Blocks { step, chunk });
 }
@@ -95,8 +96,8 @@ pub(super) fn check_equal_steps<const N: usize>(step: impl Step<N>) {
 
     /// Makes gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
     fn gradients(round: usize) -> Vec<f32> {
-        // 7919 and 1000 have no common factor, so in each round the second number takes every value below 1000 once, in
-        // an order that looks random. `round` rotates this order.
+        // 7919 and 1000 have no common factor, so in each round the second number of this pair takes every value below
+        // 1000 once, in an order that looks random. `round` rotates this order.
         let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
             (256..512, _) | (_, 0..50) => 0.0,
             (_, 50) => f32::NAN,

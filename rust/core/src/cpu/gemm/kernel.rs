@@ -174,7 +174,7 @@ pub struct Columns<T> {
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
-    /// The part of `b` that the next panel will be packed or read from.
+    /// The part of `b` that is used next: the next panel is packed from it, or read from it directly.
     pub ahead: Ahead,
 }
 

@@ -25,8 +25,8 @@ pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 /// arguments, `PairsLeft`.
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// Splits a dense f32 operand with rows of `channels` numbers (the channels of a pixel of the image, or of an element
-/// of the weight's kernel) by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns bf16 numbers of shape (rows, 3 ·
+/// Splits a dense f32 operand with rows of `channels` numbers (the channels of a pixel of the image, or of a tap of
+/// the weight) with the CUDA kernel `side` ([`LEFT`] or [`RIGHT`]). Returns bf16 numbers of shape (rows, 3 ·
 /// channels), with `channels` rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
@@ -55,8 +55,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     let channels = sizes.channels as usize;
     // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // Channels are padded, and new tensors are aligned, so `fits` gets no channels (to be multiples of a number, here
-    // 1) and no addresses to check: only groups and kernel size are left.
+    // `fits` has to check only the groups and the size of the window. Channels are padded and new tensors are aligned, so
+    // it gets neither numbers of channels, which would have to be multiples of the third argument, nor addresses.
     if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
         return Ok(None);
     }
