@@ -197,7 +197,7 @@ class Training(Group):
     batch_size: Annotated[
         int,
         Setting(
-            "samples per batch; auto or 0: fastest",
+            "samples per batch; auto: fastest",
             low=0,
             words={AUTO: 0},
             synonyms=("train-batch-size", "batch", "bs", "train.batch-size"),
