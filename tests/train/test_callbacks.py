@@ -58,7 +58,8 @@ def test_damaged_lines_as_by_a_crash_are_dropped(tmp_path: Path) -> None:
     assert logged_steps(path) == [1, 2, 3]
     log(path, done=3, last=4)
     assert logged_steps(path) == [1, 2, 3, 4]
-    # Too few fields, a step that is no number, too many fields, and one whole line.
+    # Of the four lines after the header, only the last one is valid. The first has too few fields,
+    # the second has the step "x", and the third has too many fields.
     path.write_text("step,loss,lr,grad_norm,seconds\n1,2\nx,1,1,1,1\n2,1,1,1,1,1\n3,1,1,1,1\n")
     assert logged_steps(path) == [3]
 

@@ -38,7 +38,7 @@ def test_the_shift_of_flux2_depends_on_image_size_and_steps() -> None:
     np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
     # Above 4300 image tokens, the shift does not depend on the number of steps.
     assert Flux2.schedule.drawing(4, 4301) == Flux2.schedule.drawing(50, 4301)
-    # In training, there is no number of drawing steps: FLUX.2 takes the shift of Flux.
+    # No images are drawn in training, so the shift cannot depend on the steps: it is that of Flux.
     assert Flux2.schedule.in_training(4096) == pytest.approx(Flux.schedule.at(4096))
 
 
