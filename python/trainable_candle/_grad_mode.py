@@ -1,5 +1,6 @@
 """Contexts and decorators that turn the recording of operations on the tape on and off."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import wraps
@@ -16,7 +17,7 @@ __all__ = ["enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Decorator(ContextDecorator):
+class _Decorator(ContextDecorator, ABC):
     """A context manager that also decorates functions, including generator functions."""
 
     def __call__(self, function: F) -> F:
@@ -48,12 +49,12 @@ class _Decorator(ContextDecorator):
 
         return cast("F", wrapper)
 
+    @abstractmethod
     def _recreate_cm(self) -> Any:
         """Return a new context with the same mode; each call of a decorated function has its own.
 
         `ContextDecorator` calls this method.
         """
-        raise NotImplementedError
 
 
 class _GradMode(_Decorator):
