@@ -105,7 +105,6 @@ class Flux(FlowFamily[FluxTexts]):
     # The scaling factor that the autoencoder must have.
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
-    # The shift of the noise levels grows with the image.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer
 
@@ -140,30 +139,9 @@ class Flux(FlowFamily[FluxTexts]):
         clip_width = parts["text_encoder"].config["hidden_size"]
         t5_width = parts["text_encoder_2"].config["d_model"]
         return {
-            "text_encoder": Features(clip_width, config["pooled_projection_dim"]),
-            "text_encoder_2": Features(t5_width, config["joint_attention_dim"]),
+            "text_encoder": Features(produced=clip_width, read=config["pooled_projection_dim"]),
+            "text_encoder_2": Features(produced=t5_width, read=config["joint_attention_dim"]),
         }
-
-    def require_own(self) -> None:
-        """Check that the parts are those of Flux.1, not of one of Flux's tools, and fit together.
-
-        The transformers of the tools also read another image or a mask, so they read more values
-        per token than they predict.
-
-        Raises:
-            MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
-                another model; or the model is a tool.
-        """
-        config = self.facts.config
-        read = config["in_channels"]
-        predicted = config.get("out_channels") or read
-        if read != predicted:
-            raise ConfigError(
-                f"{self.facts.denoiser.path}: the transformer reads {read} values per token and "
-                f"predicts {predicted}: it is one of Flux's tools (Fill, Canny, Depth), which are "
-                "not supported"
-            )
-        super().require_own()
 
     def check(self) -> None:
         """Check the parts, and that no setting asks for guidance that the model does not have.

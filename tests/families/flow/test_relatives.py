@@ -1,4 +1,4 @@
-"""Relatives of the supported models: training and loading reject them by name."""
+"""Relatives of the supported models: most are rejected by name; SD3 medium is read."""
 
 import json
 import shutil
@@ -86,6 +86,9 @@ def test_the_pipelines_of_fluxs_tools_are_rejected_by_name(
     tensors = tc.load_file(path)
     tensors["x_embedder.weight"] = widened(tensors["x_embedder.weight"], times)
     tc.save_file(tensors, path)
+    for act in (tc.inspect, tc.models.load, tc.models.FluxTransformer.from_pretrained):
+        with pytest.raises(tc.ConfigError, match=TOOL):
+            act(folder)
     with pytest.raises(tc.ConfigError, match=TOOL):
         train("flux", folder)
 

@@ -1,7 +1,7 @@
 //! The sizes of a Flux transformer.
 
 use serde_json::{Map, Value, json};
-use trainable_candle_core::Result;
+use trainable_candle_core::{Error, Result};
 
 use super::FluxTransformer;
 use crate::fields::Fields;
@@ -99,11 +99,27 @@ impl Configuration for FluxConfig {
 }
 
 impl FluxConfig {
-    /// Check that `axes_dims_rope` fits `attention_head_dim`.
+    /// The message for a configuration of one of Flux's tools. Their transformers also read another image or a mask, so
+    /// they read more values per token than they predict. `None` for Flux itself.
+    pub fn tool_message(&self) -> Option<String> {
+        (self.in_channels != self.out_channels).then(|| {
+            format!(
+                "the transformer reads {} values per token and predicts {}: it is one of Flux's tools (Fill, Canny, \
+                 Depth), which are not supported",
+                self.in_channels, self.out_channels
+            )
+        })
+    }
+
+    /// Check that the model is Flux itself, and that `axes_dims_rope` fits `attention_head_dim`.
     ///
     /// # Errors
-    /// As [`RopeAxes::check`].
+    /// [`Error::Config`] with the [`tool_message`](Self::tool_message), if there
+    /// is one; otherwise as [`RopeAxes::check`].
     pub fn validate(&self) -> Result<()> {
+        if let Some(message) = self.tool_message() {
+            return Err(Error::Config(format!("{}: {message}", FluxTransformer::CLASS_NAME)));
+        }
         RopeAxes::check(FluxTransformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }
 

@@ -174,12 +174,8 @@ pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec
         guidance_embeds: sizes.has("time_text_embed.guidance_embedder.linear_1.weight"),
         ..FluxConfig::default()
     };
-    if deduced.in_channels != deduced.out_channels {
-        return Err(sizes.wrong(&format!(
-            "the transformer reads {} values per token and predicts {}: it is one of Flux's tools (Fill, Canny, \
-             Depth), which are not supported",
-            deduced.in_channels, deduced.out_channels
-        )));
+    if let Some(message) = deduced.tool_message() {
+        return Err(sizes.wrong(&message));
     }
     let agrees =
         |known: &FluxConfig| FluxConfig { axes_dims_rope: known.axes_dims_rope.clone(), ..deduced.clone() } == *known;

@@ -13,7 +13,6 @@ use crate::registry::ModelKind;
 /// The registry entry of Flux.1's transformer.
 pub static KIND: ModelKind = ModelKind::of::<FluxTransformer>(
     "FluxTransformer",
-    // The model's name in messages, and a prefix of keys by which weight files of this model are recognized.
     ("a Flux transformer", "single_transformer_blocks.0.norm.linear."),
     &[FluxTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",
