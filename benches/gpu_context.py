@@ -81,17 +81,20 @@ class Trainer:
         """
         tc.cuda.set_memory_limit(limit, DEVICE)
         length = multiple((limit - self.fixed) / self.per_token)
-        found = None
+        found, has_failed = None, False
         for _ in range(TRIES):
             outcome = self.tried(length)
-            if outcome is not None:
-                found = (length, *outcome)
-                # At least one multiple more, because `multiple` rounds down.
-                length = multiple(length * 1.01) + MULTIPLE
-            elif found is None:
+            if outcome is None:
+                has_failed = True
+                if found is not None:
+                    break
                 length = multiple(length * 0.99)
             else:
-                break
+                found = (length, *outcome)
+                if has_failed:
+                    break
+                # At least one multiple more, because `multiple` rounds down.
+                length = multiple(length * 1.01) + MULTIPLE
         tc.cuda.set_memory_limit(None, DEVICE)
         return found
 

@@ -12,8 +12,8 @@ namespace {
 constexpr int COLUMNS = 64, WARPS = 8, STEP = 16, THREADS = WARPS * WARP;
 // The number of steps whose loads a warp starts together.
 constexpr int AT_ONCE = 2;
-// The largest number of products in a launch.
-constexpr int MOST_PRODUCTS = 48;
+// The largest number of factors in a launch, each with a product of its own.
+constexpr int MOST_FACTORS = 48;
 // The distance between neighbouring ranks of a warp's sums in shared memory, in floats. It is not a multiple of the number of banks, which
 // avoids bank conflicts.
 constexpr int SUM_ROW = COLUMNS + 4;
@@ -31,16 +31,16 @@ struct LowRankFactor {
 // Product i has ceil(columns / 64) blocks: from block ends[i - 1] (0 for i = 0) up to, but not including, block ends[i]. Unused `ends` are
 // the largest uint32_t. `ends` is an array of its own, because a block reads several of its values to find the block's product.
 struct LowRankFactors {
-    uint32_t ends[MOST_PRODUCTS];
-    LowRankFactor list[MOST_PRODUCTS];
+    uint32_t ends[MOST_FACTORS];
+    LowRankFactor list[MOST_FACTORS];
 
     // The index of the product to which block `index` belongs: the number of `ends` that are at most `index`, by binary search.
     __device__ __forceinline__ uint32_t find(uint32_t index) const {
         uint32_t found = 0;
-        // The first step is the largest power of two below MOST_PRODUCTS.
+        // The first step is the largest power of two below MOST_FACTORS.
 #pragma unroll
         for (uint32_t step = 32; step > 0; step /= 2)
-            if (found + step < MOST_PRODUCTS && index >= ends[found + step - 1]) found += step;
+            if (found + step < MOST_FACTORS && index >= ends[found + step - 1]) found += step;
         return found;
     }
 };

@@ -138,6 +138,10 @@ def test_without_a_command_the_commands_are_listed() -> None:
         ),
         ("sample --scale 0", "argument --scale: expected a finite number other than 0, found 0"),
         (
+            "sample --model causal-lm --temperature warm",
+            "argument --temperature: invalid number value: 'warm'",
+        ),
+        (
             "sample --scale nan",
             "argument --scale: expected a finite number other than 0, found nan",
         ),

@@ -127,19 +127,20 @@ def write_k_quants(gguf: Any, original: Path, path: Path) -> int:
     is that of the package `gguf`.
     """
     random = np.random.default_rng(0)
-    # The byte offsets of the f16 scales in a block.
-    places = {gguf.GGMLQuantizationType.Q4_K: (0, 2), gguf.GGMLQuantizationType.Q6_K: (208,)}
+    # The byte offsets of the f16 scales in a block: of d, and for Q4_K of dmin.
+    scale_offsets = {gguf.GGMLQuantizationType.Q4_K: (0, 2), gguf.GGMLQuantizationType.Q6_K: (208,)}
     writer, count = gguf.GGUFWriter(path, path.stem), 0
     for name, tensor in tc.load_file(original).items():
         if kind_of(name, tensor, "q4_k") != "q4_k" or tensor.shape[1] % 256:
             values = random.standard_normal(tensor.shape).astype(np.float32) * 0.05
             writer.add_tensor(name.removeprefix(PREFIX), values)
             continue
-        kind = list(places)[count % 2]
+        kind = list(scale_offsets)[count % 2]
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = random.integers(0, 256, (tensor.numel() // elements, size), np.uint8)
-        for place in places[kind]:
-            blocks[:, place : place + 2] = np.float16([1e-4]).view(np.uint8)
+        # Two values, so that d and dmin cannot be swapped unnoticed.
+        for offset, scale in zip(scale_offsets[kind], (1e-4, 3e-4), strict=False):
+            blocks[:, offset : offset + 2] = np.float16([scale]).view(np.uint8)
         rows = blocks.reshape(tensor.shape[0], -1)
         writer.add_tensor(name.removeprefix(PREFIX), rows, raw_dtype=kind)
         count += 1

@@ -1,7 +1,7 @@
 """The estimate of memory against what a run holds in its first step and when it saves or validates.
 
-The table of an estimate has no line for validation, checkpoints and merging. A run holds no more
-memory then than in a training step, which has a line.
+The table of an estimate has no line for validation and checkpoints. A run holds no more memory then
+than in a training step, which has a line.
 """
 
 from pathlib import Path

@@ -55,7 +55,6 @@ def make_parser(program: str) -> Parser:
         action="append",
         help="factor on a LoRA's effect: once for all, or once per --adapter (default: 1)",
     )
-    # `whole(1)` accepts whole numbers from 1 on.
     group.add_argument("--rank", metavar="N", type=whole(1), help="reduce the sum to this rank")
     add_output(group)  # --output, --overwrite and --precision
     add_help(group)

@@ -260,6 +260,9 @@ def non_negative(text: str) -> float:
     return value
 
 
+non_negative.__name__ = "number"  # for argparse's error if `float` fails
+
+
 def _kind(hint: Any) -> type:
     """Return the type that a flag's text is converted to: str for lists; T for `T | None`."""
     if get_origin(hint) is list:

@@ -240,8 +240,8 @@ class TextCache:
 
         batches = groups_of(mine, self._size_of, self._captions_at_once)
         with Progress("captions", len(mine), progress, report) as done:
-            inputs = batches  # The encoders read the captions themselves.
-            self._entries.fill(batches, inputs, self._encode, key_and_facts, done)
+            # The encoders read the captions themselves, so the batches are also the inputs.
+            self._entries.fill(batches, batches, self._encode, key_and_facts, done)
         # Send the entries to those processes that lack them.
         self._entries.pass_on(group, missing_anywhere_keys)
         return Filled(

@@ -84,7 +84,6 @@ class Flux2(FlowFamily[Flux2Texts]):
         r"transformer_blocks\.\d+\.attn\.to_(q|k|v|out\.0)",
         r"single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)",
     )
-    # The shift of the noise levels grows with the image.
     schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
     coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
     drawing: ClassVar[DrawingDefaults] = DrawingDefaults(steps=50, guidance=4.0)
@@ -131,7 +130,8 @@ class Flux2(FlowFamily[Flux2Texts]):
     def text_features(self) -> Mapping[str, Features]:
         """The width of the text features from Qwen3, and the width that the transformer reads."""
         width = len(LAYERS) * self.facts.parts["text_encoder"].config["hidden_size"]
-        return {"text_encoder": Features(width, self.facts.config["joint_attention_dim"])}
+        read = self.facts.config["joint_attention_dim"]
+        return {"text_encoder": Features(produced=width, read=read)}
 
     def check(self) -> None:
         """Check the parts, and that no setting asks a distilled model for guidance.

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainable_candle.settings.initial import INITS
+from trainable_candle.settings.initial import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ QAT: Final = "trainable_candle.qat"
 QAT_SCALES: Final = "trainable_candle.qat_scales"
 """The entry that says that the scales of the rounding in `QAT` were learned."""
 INIT: Final = "trainable_candle.init"
-"""The entry with the initialisation of the adapter, if it is not the default, `INITS[0]`."""
+"""The entry with the initialisation of the adapter, if it is not the default."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def roundings(config: TrainConfig) -> dict[str, str | None]:
         BASE: config.base_format,
         QAT: config.qat,
         QAT_SCALES: "learned" if config.qat_learned_scales else None,
-        INIT: None if config.init == INITS[0] else config.init,
+        INIT: None if config.init == DEFAULT else config.init,
     }
 
 

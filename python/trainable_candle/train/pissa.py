@@ -22,7 +22,7 @@ import trainable_candle as tc
 from trainable_candle.errors import ConfigError, ShapeError, WeightsFormatError
 from trainable_candle.lora.pissa import pissa
 from trainable_candle.lora.stack import scale_of
-from trainable_candle.settings.initial import INITS, PISSA
+from trainable_candle.settings.initial import DEFAULT, PISSA
 from trainable_candle.train.callbacks import Callback
 from trainable_candle.train.state import read_tensors
 
@@ -226,7 +226,7 @@ def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> No
     Raises:
         ConfigError: only one of the two runs has `init` pissa.
     """
-    earlier_init = earlier.get("init", INITS[0])
+    earlier_init = earlier.get("init", DEFAULT)
     if earlier_init != config.init and PISSA in {earlier_init, config.init}:
         raise ConfigError(
             f"resume: the checkpoint is of a run with --init {earlier_init}, and --init is "

@@ -119,8 +119,8 @@ impl Gradients {
     /// If a view of a vector cannot be made.
     pub fn of(vars: &[Var]) -> Result<Self> {
         let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
-        let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
-        Ok(Self { vectors, unbound: vars.iter().filter(is_loose).cloned().collect() })
+        let is_unbound = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
+        Ok(Self { vectors, unbound: vars.iter().filter(is_unbound).cloned().collect() })
     }
 }
 
@@ -177,10 +177,10 @@ pub fn forget_grads(vars: &[Var]) {
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors do not fit.
 pub fn collect_grads(vars: &[Var]) -> Result<()> {
-    let mut loose: Vec<&Var> = vars.iter().filter(|var| !var.leaf().is_bound()).collect();
-    while let Some((dtype, device)) = loose.first().map(|var| (var.dtype(), var.device().clone())) {
+    let mut unbound: Vec<&Var> = vars.iter().filter(|var| !var.leaf().is_bound()).collect();
+    while let Some((dtype, device)) = unbound.first().map(|var| (var.dtype(), var.device().clone())) {
         let alike = |var: &&Var| var.dtype() == dtype && var.device().same_device(&device);
-        let (group, rest): (Vec<&Var>, Vec<&Var>) = loose.into_iter().partition(alike);
+        let (group, rest): (Vec<&Var>, Vec<&Var>) = unbound.into_iter().partition(alike);
         let vector = zeros(group.iter().map(|var| var.elem_count()).sum(), dtype, &device)?;
         let mut start = 0;
         for var in group {
@@ -188,7 +188,7 @@ pub fn collect_grads(vars: &[Var]) -> Result<()> {
             var.leaf().bind(&vector, start..end)?;
             start = end;
         }
-        loose = rest;
+        unbound = rest;
     }
     Ok(())
 }

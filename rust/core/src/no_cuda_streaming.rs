@@ -74,8 +74,8 @@ impl Copier {
         match self.0 {}
     }
 
-    /// A copy of `_kept` in pageable memory.
-    pub fn unpinned(&self, _kept: &HostMemory) -> HostMemory {
+    /// A copy of `_memory` in pageable memory.
+    pub fn unpinned(&self, _memory: &HostMemory) -> HostMemory {
         match self.0 {}
     }
 

@@ -145,11 +145,9 @@ fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
     let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
-    let mut retain_graph = true;
-    y.backward_with(Some(&ones_like(&y)), retain_graph)?;
+    y.backward_with(Some(&ones_like(&y)), /* retain_graph: */ true)?;
     let first = block.gradients(&x);
-    retain_graph = false;
-    y.backward_with(Some(&ones_like(&y)), retain_graph)?;
+    y.backward_with(Some(&ones_like(&y)), /* retain_graph: */ false)?;
     assert_eq!(block.gradients(&x), first);
     Ok(())
 }

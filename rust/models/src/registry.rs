@@ -92,7 +92,9 @@ pub struct ModelKind {
 }
 
 impl ModelKind {
-    /// The kind of the architecture `M`.
+    /// The kind of the architecture `M`. `name` is the class in Python. `noun` and `mark` are for messages about a wrong
+    /// file: the noun of such a model, and a prefix of keys by which its files are recognized. `class_names` are the
+    /// classes in `config.json`, and `weights_name` is the name of the weight file in a model's folder.
     pub const fn of<M: Architecture>(
         name: &'static str,
         (noun, mark): (&'static str, &'static str),

@@ -90,9 +90,9 @@ pub struct BlockState {
 #[derive(Default)]
 struct Turns {
     /// The turns of the blocks that read streamed weights while they run.
-    runs: HashMap<usize, Turn>,
+    block_units: HashMap<usize, Turn>,
     /// The turns of the blocks whose streamed weights [`Blocks::aside`] reads.
-    asides: HashMap<usize, Turn>,
+    modulation_units: HashMap<usize, Turn>,
 }
 
 impl BlockState {
@@ -109,10 +109,10 @@ impl BlockState {
         *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Set the turns of the blocks that have streamed weights, by the index of the block: `runs` for the weights that a
-    /// block reads while it runs, `asides` for the weights that [`Blocks::aside`] reads.
-    pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
-        *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
+    /// Set the turns of the blocks that have streamed weights, by the index of the block: `block_units` for the weights
+    /// that a block reads while it runs, `modulation_units` for the weights that [`Blocks::aside`] reads.
+    pub(crate) fn stream(&self, block_units: HashMap<usize, Turn>, modulation_units: HashMap<usize, Turn>) {
+        *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { block_units, modulation_units };
     }
 
     fn turns(&self) -> RwLockReadGuard<'_, Turns> {
@@ -121,12 +121,12 @@ impl BlockState {
 
     /// The turn of a block that reads streamed weights while it runs.
     fn turn(&self, block: usize) -> Option<Turn> {
-        self.turns().runs.get(&block).cloned()
+        self.turns().block_units.get(&block).cloned()
     }
 
     /// Whether any block reads streamed weights while it runs.
     fn streams(&self) -> bool {
-        !self.turns().runs.is_empty()
+        !self.turns().block_units.is_empty()
     }
 }
 
@@ -227,7 +227,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         index: usize,
         forward: impl FnOnce(&B) -> Result<[Tensor; N]>,
     ) -> Result<[Tensor; N]> {
-        let turn = self.state.turns().asides.get(&index).cloned();
+        let turn = self.state.turns().modulation_units.get(&index).cloned();
         let Some(turn) = turn else { return forward(&self.blocks[index]) };
         // `enter` copies the weights to the device. `reenter` marks a result, so that the backward pass copies them
         // again.

@@ -68,7 +68,8 @@ def test_each_image_of_a_training_batch_is_read_with_the_training_guidance(
     assert train(flux_base, **given) == [[scale, scale]] * 2
     validated = train(flux_base, **given, validation_split=0.25, validate_every=2)
     assert len(validated) > 2
-    assert {value for call in validated for value in call or []} == {scale}
+    assert None not in validated
+    assert {value for call in validated for value in call} == {scale}
 
 
 @pytest.mark.parametrize(("given", "scale"), [({}, 3.5), ({"guidance": 6.0}, 6.0)])

@@ -32,7 +32,6 @@ pub use fixed::Fixed;
 pub use host::HostState;
 pub use version::Follower;
 
-// Identifies the storage of a gradient.
 pub(crate) use effects::Place;
 // A run of a function that records its effects on the host, and these effects.
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "graphs exist on CUDA alone"))]

@@ -131,8 +131,8 @@ impl Communicator {
         let comm = comm.map_err(|result| failed(nccl, result))?;
         let state = Mutex::new(State { comm, is_alive: true });
         let communicator = Self { nccl, gpu, rank, size, state, is_stopped: AtomicBool::new(false) };
-        let timeout = format!("not all of the {size} processes have joined within {} s", limit.as_secs_f64());
-        communicator.wait_for(limit, &timeout, |state| communicator.has_queued(state))?;
+        let late_message = format!("not all of the {size} processes have joined within {} s", limit.as_secs_f64());
+        communicator.wait_for(limit, &late_message, |state| communicator.has_queued(state))?;
         Ok(communicator)
     }
 
@@ -209,8 +209,8 @@ impl Communicator {
         bind(self.gpu)?;
         let stream = self.gpu.stream().cu_stream().cast();
         let mut pending = Some(calls);
-        let timeout = format!("NCCL did not queue the calls within {} s", QUEUE_LIMIT.as_secs());
-        self.wait_for(QUEUE_LIMIT, &timeout, |state| {
+        let late_message = format!("NCCL did not queue the calls within {} s", QUEUE_LIMIT.as_secs());
+        self.wait_for(QUEUE_LIMIT, &late_message, |state| {
             // The first iteration makes the calls; every iteration asks whether NCCL has finished queueing them.
             if let Some(calls) = pending.take() {
                 let make_call = |&(at, count, dtype): &_| call(state.comm, stream, at, count, dtype);
@@ -233,10 +233,10 @@ impl Communicator {
     /// set with [`interrupt::set_check`], if the check fails. An error during the wait aborts the communicator.
     pub fn wait(&self, limit: Duration) -> Result<()> {
         capture::refuse(OP)?;
-        let timeout = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs_f64());
+        let late_message = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs_f64());
         bind(self.gpu)?;
         let stream = self.gpu.stream().cu_stream().cast();
-        self.wait_for(limit, &timeout, |state| {
+        self.wait_for(limit, &late_message, |state| {
             // Only errors of NCCL matter here; the stream says whether the work is done.
             self.has_queued(state)?;
             // SAFETY: the stream is the device's, whose context is current; nothing is being captured in this thread.
@@ -260,9 +260,14 @@ impl Communicator {
         }
     }
 
-    /// Call `is_done` until it returns true. If it does not within `limit`, return an error with the text `timeout`.
+    /// Call `is_done` until it returns true. If it does not within `limit`, return an error with this `late_message`.
     /// Abort the communicator after an error, because work that NCCL has queued could wait for ever.
-    fn wait_for(&self, limit: Duration, timeout: &str, mut is_done: impl FnMut(&State) -> Result<bool>) -> Result<()> {
+    fn wait_for(
+        &self,
+        limit: Duration,
+        late_message: &str,
+        mut is_done: impl FnMut(&State) -> Result<bool>,
+    ) -> Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.is_alive {
             return Err(Error::device(OP, "the communicator was aborted"));
@@ -280,7 +285,7 @@ impl Communicator {
                 break Error::device(OP, "another process has ended");
             }
             if now - started > limit {
-                break Error::device(OP, timeout.to_owned());
+                break Error::device(OP, late_message.to_owned());
             }
             if now - last_check > CHECK_INTERVAL {
                 last_check = now;

@@ -85,7 +85,6 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
     for (tensor, consumer) in waiting {
         // Errors are ignored: a device that has failed reports the error on the next call.
         let _ = wait_for(tensor.device(), consumer);
-        drop(tensor);
     }
 }
 

@@ -23,8 +23,9 @@ use crate::{Error, Raw, Result};
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
 const BLAS_WORKSPACE: usize = 32 << 20;
 
-/// The environment variable that is 1 if a GPU of compute capability 9.0 shall run the kernels that all other GPUs run.
-/// With it, benchmarks on such a GPU measure the kernels that consumer GPUs use.
+/// The environment variable that is 1 if a GPU of compute capability 9.0 shall not choose what is for 9.0 alone: the
+/// kernels of `*_hopper.cu`, and tiles and scales of cuBLASLt. It then runs the general kernels as they are compiled for
+/// 9.0. Their times are not those of other GPUs: attention's general kernels use other tiles and instructions on 9.0.
 const GENERAL_KERNELS: &str = "TRAINABLE_CANDLE_GENERAL_KERNELS";
 
 /// A CUDA device with its stream, kernels and libraries.
@@ -35,7 +36,7 @@ pub struct Gpu {
     loader: Loader,
     /// Whether the compute capability is 9.0.
     is_hopper: bool,
-    /// Whether the kernels that need the instructions of compute capability 9.0 run.
+    /// Whether what is for compute capability 9.0 alone is chosen; see [`GENERAL_KERNELS`].
     runs_hopper_kernels: bool,
     multiprocessors: usize,
     /// Device memory in which kernels report ids out of range.
@@ -235,7 +236,8 @@ impl Gpu {
         self.is_hopper
     }
 
-    /// Returns whether the kernels that need the instructions of compute capability 9.0 run on the GPU.
+    /// Returns whether the GPU may choose what is for compute capability 9.0 alone: the kernels of `*_hopper.cu`, and
+    /// tiles and scales of cuBLASLt.
     pub const fn runs_hopper_kernels(&self) -> bool {
         self.runs_hopper_kernels
     }

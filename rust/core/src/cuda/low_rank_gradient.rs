@@ -15,7 +15,7 @@ use crate::{Raw, Result};
 
 const OP: &str = "low_rank_gradient";
 /// The most tiles in one launch. A tile ([`LowRankFactor`]) is the part of a product for [`RANKS`] ranks.
-const MOST_TILES: usize = 48;
+const MOST_FACTORS: usize = 48;
 /// The number of ranks (columns of the narrow matrix) of a tile.
 const RANKS: usize = 16;
 /// The most ranks of a narrow matrix.
@@ -54,10 +54,10 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
         return Ok(());
     }
     while !gradients.is_empty() {
-        let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_TILES));
+        let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_FACTORS));
         gradients.retain(|(index, gradient)| {
             // No two products of a launch may add to the same sum, because their blocks run at once, without atomics.
-            let fits = list.len() + gradient.tiles.len() <= MOST_TILES && sums.insert(gradient.tiles[0].sum);
+            let fits = list.len() + gradient.tiles.len() <= MOST_FACTORS && sums.insert(gradient.tiles[0].sum);
             if fits {
                 list.extend_from_slice(&gradient.tiles);
                 results[*index] = Some(gradient.sum.clone());
@@ -139,10 +139,10 @@ impl<'a> Gradient<'a> {
     }
 }
 
-/// Queues one launch for `tiles`, of which there are at most [`MOST_TILES`].
+/// Queues one launch for `tiles`, of which there are at most [`MOST_FACTORS`].
 fn launch(gpu: &Gpu, dtype: DType, tiles: &[LowRankFactor]) -> Result<()> {
     // `ends` has the number of the first block after those of each tile. Unused entries have the largest u32.
-    let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_TILES], [u32::MAX; MOST_TILES], 0);
+    let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_FACTORS], [u32::MAX; MOST_FACTORS], 0);
     list[..tiles.len()].copy_from_slice(tiles);
     for (tile, end) in tiles.iter().zip(&mut ends) {
         blocks += tile.columns.div_ceil(COLUMNS);

@@ -389,8 +389,8 @@ mod tests {
         let found = run_processes(2, |rank, exchange| {
             let sharing = Sharing::new(rank, Origin::Host, exchange).unwrap();
             // Every process would use the shared memory (1 byte, which nothing fills), but rank 1 fails to.
-            let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
-            sharing.pages(1, |_| Ok(()), used).unwrap_err().to_string()
+            let attach = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
+            sharing.pages(1, |_| Ok(()), attach).unwrap_err().to_string()
         });
         assert!(found[0].contains("rank 1 has failed: ") && found[0].contains("no room"), "{found:?}");
         assert!(!found[1].contains("has failed") && found[1].contains("no room"), "{found:?}");

@@ -88,14 +88,13 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// The largest number of unknown keys that the error message asks the user to remove. If a file has more unknown keys,
+/// The largest number of unknown keys that the error message names, and asks the user to remove. If a file has more unknown keys,
 /// the message says that the file is for another model.
 const MOST_UNKNOWN: usize = 3;
 
 /// The error message for a file in which the keys `unknown` belong to none of the parts `requested`.
 fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) -> String {
-    // The message names the first three keys only.
-    let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
+    let list = |keys: &[&String]| keys.iter().take(MOST_UNKNOWN).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
         return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(unknown));

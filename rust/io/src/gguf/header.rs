@@ -10,6 +10,8 @@ use serde_json::{Map, Value};
 use trainable_candle_core::DType;
 use trainable_candle_core::quantized::Ggml;
 
+/// The dtype to which blocks are dequantized if the caller requests no dtype.
+pub(crate) const BLOCK_DTYPE: DType = DType::BF16;
 /// The first four bytes of a GGUF file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
 /// The largest allowed number of elements of an array in the metadata. The longest arrays are vocabularies, with a few
@@ -28,6 +30,16 @@ pub(crate) enum Kind {
     Plain(DType),
     /// The values are in blocks of quantized elements.
     Blocks(Ggml),
+}
+
+impl Kind {
+    /// The dtype to which the values are read by default.
+    pub(crate) const fn dtype(self) -> DType {
+        match self {
+            Self::Plain(dtype) => dtype,
+            Self::Blocks(_) => BLOCK_DTYPE,
+        }
+    }
 }
 
 /// The header's entry of a tensor.

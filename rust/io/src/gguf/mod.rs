@@ -15,12 +15,10 @@ use trainable_candle_core::raw::{check_allocation, filled_in_parts};
 use trainable_candle_core::{DType, Device, Error, Quantized, Raw, Result, Tensor};
 
 pub(crate) use header::MAGIC;
-use header::{Header, Info, Kind};
+use header::{BLOCK_DTYPE, Header, Info, Kind};
 
 /// The number of bytes that a thread reads in one call.
 const PART: usize = 4 << 20;
-/// The dtype to which blocks are dequantized if the caller requests no dtype.
-const BLOCK_DTYPE: DType = DType::BF16;
 
 /// An open GGUF file whose tensors are read one at a time.
 pub struct GgufFile {
@@ -66,10 +64,7 @@ impl GgufFile {
     /// The dtype of the values of the tensor `name`, bf16 if the tensor is quantized. `None` if the file has no tensor
     /// `name`.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
-        Some(match self.header.tensors.get(name)?.kind {
-            Kind::Plain(dtype) => dtype,
-            Kind::Blocks(_) => BLOCK_DTYPE,
-        })
+        Some(self.header.tensors.get(name)?.kind.dtype())
     }
 
     /// The block format of the matrix `name`. `None` if the file has no tensor `name`, or if the tensor is not a matrix
@@ -88,15 +83,11 @@ impl GgufFile {
     /// [`Error::OutOfMemory`] if the tensor does not fit in memory, [`Error::DType`] if `dtype` is not floating point.
     pub fn read_as(&self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let info = self.info(name)?;
-        let default = match info.kind {
-            Kind::Plain(stored) => stored,
-            Kind::Blocks(_) => BLOCK_DTYPE,
-        };
-        check_allocation("load", &info.dims, dtype.unwrap_or(default))?;
+        let dtype = dtype.unwrap_or(info.kind.dtype());
+        check_allocation("load", &info.dims, dtype)?;
         match info.kind {
             Kind::Plain(stored) => {
                 let read = self.read_stored(info, &info.dims, stored)?.to_device(device)?;
-                let dtype = dtype.unwrap_or(stored);
                 Ok(Tensor::from_raw(&if dtype == stored { read } else { cast(&read, dtype)? }))
             }
             Kind::Blocks(format) => {
@@ -108,7 +99,7 @@ impl GgufFile {
                 let matrix =
                     Quantized::from_ggml(format, &Tensor::from_raw(&blocks), BLOCK_DTYPE)?.to_device(device)?;
                 debug_assert_eq!(matrix.dims(), [rows, columns], "a block is a row");
-                matrix.dequantize(dtype.unwrap_or(BLOCK_DTYPE))?.reshape(info.dims.as_slice())
+                matrix.dequantize(dtype)?.reshape(info.dims.as_slice())
             }
         }
     }

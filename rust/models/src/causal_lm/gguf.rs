@@ -78,7 +78,7 @@ struct LlamaCpp {
 
 impl Layout for LlamaCpp {
     fn keys(&self, name: &str) -> Vec<Key> {
-        self.place(name).into_iter().collect()
+        self.key(name).into_iter().collect()
     }
 
     /// Whether readers skip the tensor `key`. They skip the divisors of frequencies, which are in the configuration.
@@ -95,7 +95,7 @@ impl Layout for LlamaCpp {
 impl LlamaCpp {
     /// The key and form in the file of the parameter whose name in transformers is `name`. `None` if llama.cpp has no
     /// such parameter.
-    fn place(&self, name: &str) -> Option<Key> {
+    fn key(&self, name: &str) -> Option<Key> {
         let outside =
             |(ours, theirs): &(&str, &str)| Some(format!("{theirs}.{}", name.strip_prefix(ours)?.strip_prefix('.')?));
         if let Some(theirs) = OUTSIDE.iter().find_map(outside) {

@@ -186,10 +186,10 @@ impl DecoderLayer {
         let (states, between, queries) = (tokens * dim, tokens * wide, tokens * self.out.in_features());
         let keys = queries / self.heads * self.kv_heads;
         // Full checkpointing recomputes each layer alone.
-        let recomputed_with_previous = false;
+        let joins_previous = false;
         // In each pair below: the values of the layers' common input, and the tokens. The tape keeps this input, or the
         // backward pass recomputes it.
-        saved.block(states, recomputed_with_previous, |saved| {
+        saved.block(states, joins_previous, |saved| {
             // The input of the first norm.
             saved.keep(states);
             saved.layers_of_recomputed_input(&self.projections.layers(), (states, tokens));

@@ -33,10 +33,5 @@ use crate::registry::ModelKind;
 const OP: &str = "CausalLM";
 
 /// The registry entry of language models.
-pub static KIND: ModelKind = ModelKind::of::<CausalLM>(
-    OP,
-    // The noun in messages, and a prefix of keys by which messages recognise a file of this kind.
-    ("a language model", "model.layers."),
-    &config::CLASS_NAMES,
-    "model.safetensors",
-);
+pub static KIND: ModelKind =
+    ModelKind::of::<CausalLM>(OP, ("a language model", "model.layers."), &config::CLASS_NAMES, "model.safetensors");

@@ -15,7 +15,6 @@ use crate::registry::ModelKind;
 /// The registry entry of Chroma's transformer.
 pub static KIND: ModelKind = ModelKind::of::<ChromaTransformer>(
     "ChromaTransformer",
-    // The model's name in messages, and a prefix of keys by which messages recognise its files.
     ("a Chroma transformer", "distilled_guidance_layer.layers.0.linear_1."),
     &[ChromaTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

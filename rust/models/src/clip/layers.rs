@@ -65,8 +65,8 @@ impl EncoderLayer {
         // In the calls below, a pair has the number of values of a linear layer's input and the number of tokens.
         // `block` gets the number of values of the layer's input. Under full checkpointing, the backward pass
         // recomputes the layer alone, not together with the previous one.
-        let recomputed_with_previous = false;
-        saved.block(states, recomputed_with_previous, |saved| {
+        let joins_previous = false;
+        saved.block(states, joins_previous, |saved| {
             // The input of the first norm.
             saved.keep(states);
             // The projections' input is the result of a norm, which is cheap to recompute.

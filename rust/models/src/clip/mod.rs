@@ -17,7 +17,6 @@ pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
 /// The registry entry of CLIP's text encoder.
 pub static KIND: ModelKind = ModelKind::of::<CLIPTextModel>(
     "CLIPTextModel",
-    // The noun in messages, and a prefix of keys by which messages about a wrong file recognise the model.
     ("a text encoder", "text_model."),
     &[CLIPTextModel::CLASS_NAME, PROJECTING_CLASS_NAME],
     "model.safetensors",

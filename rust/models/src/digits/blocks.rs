@@ -72,8 +72,8 @@ impl Block {
         // Full checkpointing recomputes this block alone, not together with the previous block.
         // `keep` counts the input of each of the two norms and of the GELU. Pairs are the number of a layer's input
         // values and the number of tokens; `cheap_linear` is for inputs that selective checkpointing recomputes.
-        let recomputed_with_previous = false;
-        saved.block(inputs, recomputed_with_previous, |saved| {
+        let joins_previous = false;
+        saved.block(inputs, joins_previous, |saved| {
             saved.linear(&self.modulation, (dim, 1));
             saved.keep(inputs);
             let context_tokens = None;

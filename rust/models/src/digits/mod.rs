@@ -15,9 +15,7 @@ use crate::registry::ModelKind;
 /// The registry entry of the digits transformer.
 pub static KIND: ModelKind = ModelKind::of::<DigitsTransformer>(
     "DigitsTransformer",
-    // The model's name in messages, and a prefix by which they recognise its weight files.
     ("a digits transformer", "class_embedding."),
     &[DigitsTransformer::CLASS_NAME],
-    // The name of the weight file in a model's folder.
     "model.safetensors",
 );

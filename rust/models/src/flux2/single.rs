@@ -60,8 +60,8 @@ impl FusedBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         // The number of values in the block's input, (tokens, D).
         let inputs = tokens * self.sizes.dim();
-        let recomputed_with_previous = false;
-        saved.block(inputs, recomputed_with_previous, |saved| {
+        let joins_previous = false;
+        saved.block(inputs, joins_previous, |saved| {
             // The norm keeps its input.
             saved.keep(inputs);
             // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, below

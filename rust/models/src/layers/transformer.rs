@@ -214,8 +214,8 @@ impl SpatialTransformer {
         for i in 0..self.blocks.len() {
             // Counts block `i` under the policy of that block.
             saved.one(&self.blocks, i, |block, saved| {
-                let recomputed_with_previous = i % stretch > 0;
-                saved.block(values, recomputed_with_previous, |saved| block.saved(area, context, saved));
+                let joins_previous = i % stretch > 0;
+                saved.block(values, joins_previous, |saved| block.saved(area, context, saved));
             });
         }
         let cheap = false;

@@ -13,8 +13,6 @@ use crate::registry::ModelKind;
 /// The registry entry of Qwen-Image's transformer.
 pub static KIND: ModelKind = ModelKind::of::<QwenImageTransformer>(
     "QwenImageTransformer",
-    // The noun in messages, and a prefix of keys by which messages recognise a file of this kind. Then the names of
-    // classes in `config.json`, and the name of the weight file in a folder.
     ("a Qwen-Image transformer", "transformer_blocks.0.img_mod."),
     &[QwenImageTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

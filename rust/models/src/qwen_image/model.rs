@@ -71,8 +71,8 @@ impl QwenImageTransformer {
             names: DoubleBlockNames { norms: MODULATION, feed_forward: ["img_mlp", "txt_mlp"] },
             ..DoubleBlockKind::default()
         };
-        let with_bias = true;
-        let img_in = weights.linear("img_in", config.in_channels, dim, with_bias)?;
+        let has_bias = true;
+        let img_in = weights.linear("img_in", config.in_channels, dim, has_bias)?;
         let condition_sizes = ConditionSizes { dim, pooled: None, guidance: false, bias: true };
         let block = |i| DoubleBlock::new(config.block(), kind, &mut weights.pp(&format!("transformer_blocks.{i}")));
         Ok(Self {
@@ -81,9 +81,9 @@ impl QwenImageTransformer {
             lengths: TextLengths::new(Self::CLASS_NAME, img_in.weight.device())?,
             img_in,
             txt_norm: weights.rms_norm("txt_norm", text_dim, EPS)?,
-            txt_in: weights.linear("txt_in", text_dim, dim, with_bias)?,
+            txt_in: weights.linear("txt_in", text_dim, dim, has_bias)?,
             time_text_embed: TimeTextEmbedding::new(condition_sizes, &mut weights.pp("time_text_embed"))?,
-            output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], with_bias, weights)?,
+            output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], has_bias, weights)?,
             config,
         })
     }

@@ -19,7 +19,6 @@ use crate::registry::ModelKind;
 /// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKLQwenImage>(
     "AutoencoderKLQwenImage",
-    // The name in messages, and a key by which messages recognise the weights of this kind.
     ("Qwen-Image's autoencoder", "decoder.up_blocks.0.resnets.0.norm1.gamma"),
     &[AutoencoderKLQwenImage::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

@@ -13,12 +13,8 @@ use crate::registry::ModelKind;
 
 /// The registry entry of SD3's transformer.
 pub static KIND: ModelKind = ModelKind::of::<SD3Transformer>(
-    // The name of the class in Python.
     "SD3Transformer",
-    // The noun in messages, and a prefix of keys by which messages about a wrong file recognise the model.
     ("an SD3 transformer", "transformer_blocks.0.norm1_context."),
-    // The class names that `config.json` may have.
     &[SD3Transformer::CLASS_NAME],
-    // The name of the weight file in the model's folder.
     "diffusion_pytorch_model.safetensors",
 );

@@ -14,7 +14,6 @@ use crate::registry::ModelKind;
 /// The registry entry of SDXL's UNet.
 pub static KIND: ModelKind = ModelKind::of::<SDXLUNet>(
     "SDXLUNet",
-    // The model's name in messages, and a prefix of keys by which messages recognise a UNet's file.
     ("a UNet", "down_blocks."),
     &[SDXLUNet::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

@@ -19,12 +19,8 @@ const WHOLE_CLASS_NAME: &str = "T5ForConditionalGeneration";
 
 /// The registry entry of T5's encoder.
 pub static KIND: ModelKind = ModelKind::of::<T5Encoder>(
-    // The name of the class in Python.
     "T5Encoder",
-    // The noun in messages, and a prefix of keys by which messages about unexpected files recognise the model.
     ("a T5 text encoder", "encoder.block."),
-    // The classes in `config.json` that this entry reads.
     &[T5Encoder::CLASS_NAME, WHOLE_CLASS_NAME],
-    // The name of the weight file in the model's folder.
     "model.safetensors",
 );

@@ -23,9 +23,9 @@ pub(super) fn layout(
     // The index in the file of the level that the decoder runs first. Usually this is the number of levels minus 1, but
     // diffusers' converter writes index 3 even if there are fewer than 4 levels. So if the file exists, look for the
     // largest index in it.
-    let largest_index = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
-    let largest_index = largest_index.unwrap_or(config.block_out_channels.len() - 1);
-    Box::new(OriginalAutoencoder { prefix, largest_index, is_normed: config.latent_norm_eps.is_some() })
+    let largest_level = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
+    let largest_level = largest_level.unwrap_or(config.block_out_channels.len() - 1);
+    Box::new(OriginalAutoencoder { prefix, largest_level, is_normed: config.latent_norm_eps.is_some() })
 }
 
 /// Levels are looked for at the indices below this number. No autoencoder has as many levels.
@@ -69,7 +69,7 @@ struct OriginalAutoencoder {
     prefix: &'static str,
     /// The file's index of the level that the decoder runs first, the largest index. It falls by 1 from each level to
     /// the next.
-    largest_index: usize,
+    largest_level: usize,
     /// Whether the file has the means and variances of the latents, as FLUX.2's files have.
     is_normed: bool,
 }
@@ -121,7 +121,7 @@ impl OriginalAutoencoder {
             "down_blocks" => level(in_block, "down", Some)?,
             // In original files, the level with the largest feature map, which the decoder runs last, has the lowest
             // index.
-            "up_blocks" => level(in_block, "up", |index| self.largest_index.checked_sub(index))?,
+            "up_blocks" => level(in_block, "up", |index| self.largest_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
         Some(Key::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))

@@ -18,12 +18,9 @@ use crate::registry::ModelKind;
 
 /// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
-    // The name of the class in Python.
     "AutoencoderKL",
-    // The noun in messages, and a prefix of keys that only files of an autoencoder have.
     ("an autoencoder", "decoder.up_blocks."),
     // The second class is FLUX.2's autoencoder.
     &[AutoencoderKL::CLASS_NAME, AutoencoderKL::NORMED_CLASS_NAME],
-    // The name of the weight file in the model's folder.
     "diffusion_pytorch_model.safetensors",
 );

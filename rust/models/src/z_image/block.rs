@@ -53,10 +53,10 @@ impl FeedForward {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let hidden = tokens * self.w2.in_features();
-        let input_is_cheap = true;
+        let is_input_cheap = true;
         // The pairs are the number of values of the layers' input and the number of tokens. The network's input is as
         // wide as its output, the result of `w2`.
-        saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), input_is_cheap);
+        saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), is_input_cheap);
         // The tape keeps the features and their gate.
         saved.keep(2 * hidden);
         saved.layers_of_recomputed_input(&[Layer::Linear(&self.w2)], (hidden, tokens));

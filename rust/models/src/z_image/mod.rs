@@ -15,7 +15,6 @@ use crate::registry::ModelKind;
 /// The registry entry of Z-Image's transformer.
 pub static KIND: ModelKind = ModelKind::of::<ZImageTransformer>(
     "ZImageTransformer",
-    // The noun in messages, and a prefix of keys by which messages recognise files of this kind.
     ("a Z-Image transformer", "all_x_embedder."),
     &[ZImageTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

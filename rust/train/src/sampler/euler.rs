@@ -28,8 +28,7 @@ impl Euler {
         let all = schedule.sigmas();
         // `spaced` returns the first `steps` of `count` timesteps. Euler's method needs no timestep at the end of the
         // last step, so it has no more than `steps`.
-        let count = steps;
-        let mut timesteps = grid::spaced(schedule, count, steps)?;
+        let mut timesteps = grid::spaced(schedule, steps, steps)?;
         let mut sigmas = grid::sigmas_at(&all, &timesteps);
         if karras {
             sigmas = grid::karras(sigmas[0], sigmas[steps - 1], steps);

@@ -166,10 +166,9 @@ pub fn launch(
     };
     let (blocks, dtypes) = if call.is_single { (1, &[][..]) } else { (table.count, table.known.dtypes) };
     let shape = Shape::linear(op, blocks, THREADS)?;
-    // `call.kernel` is the whole name, except for the dtypes.
-    let end = "";
+    // `call.kernel` is the whole name, except for the dtypes, so nothing is added to it.
     // SAFETY: there are settings and coefficients for all groups of the table, and states for all its variables.
-    unsafe { gpu.named(call.kernel, end, dtypes)?.launch(op, gpu, shape, arguments) }
+    unsafe { gpu.named(call.kernel, "", dtypes)?.launch(op, gpu, shape, arguments) }
 }
 
 #[cfg(test)]
