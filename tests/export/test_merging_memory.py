@@ -1,50 +1,30 @@
 """Merging a language model holds one of its weight files in memory at a time."""
 
 import json
-import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.peak_memory import READS_PROC, growth, write_zeros
 
-# Of each file, the only tensor has this many bytes.
-SIZE = 32 << 20
-# Prints by how many bytes the process grows at most while it merges an adapter without layers.
-MERGE = """
-import re, sys
-from pathlib import Path
+# Of each file, the only tensor has this shape, in f32.
+SHAPE = (1024, 8192)
+SIZE = 4 * SHAPE[0] * SHAPE[1]
+SETUP = """
 from trainable_candle.export import TextAdapter
 from trainable_candle.export.merged import write_merged
-
-def status(name):
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-write_merged(Path(sys.argv[1]), TextAdapter({}), Path(sys.argv[2]))
-print(status("VmHWM") - before)
 """
+# The adapter has no layers.
+MERGE = "write_merged(Path(sys.argv[1]), TextAdapter({}), Path(sys.argv[2]))"
 
 
-def write_zeros(path: Path, name: str) -> None:
-    """Write a sparse file with one tensor of `SIZE` bytes."""
-    entry = {"dtype": "F32", "shape": [1024, SIZE // 4096], "data_offsets": [0, SIZE]}
-    header = json.dumps({name: entry}).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + SIZE)
-
-
+@READS_PROC
 @pytest.mark.parametrize("count", [1, 4])
 def test_merging_holds_one_file_at_a_time(tmp_path: Path, count: int) -> None:
     (weights := tmp_path / "weights").mkdir()
     (output := tmp_path / "output").mkdir()
     names = {f"layer{n}.weight": f"model-{n}.safetensors" for n in range(count)}
     for name, file in names.items():
-        write_zeros(weights / file, name)
+        write_zeros(weights / file, {name: SHAPE}, "F32")
     (weights / "config.json").write_text("{}")
     (weights / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    command = [sys.executable, "-c", MERGE, str(weights), str(output)]
-    found = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert SIZE <= found < 1.5 * SIZE
+    assert SIZE <= growth(SETUP, MERGE, str(weights), str(output)) < 1.5 * SIZE

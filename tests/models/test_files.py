@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.peak_memory import READS_PROC, growth
 
 import trainable_candle as tc
 from trainable_candle import models
@@ -263,28 +263,18 @@ def test_all_parts_are_saved_in_a_checkpoint_of_another_dtype(
         models.save_checkpoint(tmp_path / "wrong.safetensors", parts, dtype="i64")
 
 
-LOAD = """
-import sys
-import trainable_candle as tc
+# The arguments are the folder of the large model, a folder with a small one, and a dtype. The first
+# calls start threads and fill caches.
+SETUP = """
 from trainable_candle.models import CLIPTextModel
 
-# The arguments are the folder of the large model, a folder with a small one, and a dtype.
 large, small, dtype = sys.argv[1:]
-
-def status(key):
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-# The first calls start threads and fill caches.
 CLIPTextModel.from_pretrained(small, "f32", subfolder="text_encoder")
-before = status("VmRSS")
-model = CLIPTextModel.from_pretrained(large, dtype)
-print(status("VmHWM") - before)
 """
+LOAD = "model = CLIPTextModel.from_pretrained(large, dtype)"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
+@READS_PROC
 @pytest.mark.parametrize(("dtype", "itemsize"), [("f32", 4), ("bf16", 2)])
 def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
     tmp_path: Path, dtype: str, itemsize: int
@@ -307,9 +297,8 @@ def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
     assert 4 * elements > 190e6  # bytes, so that other memory of the process hardly counts
     tc.save_file(tensors, tmp_path / "model.safetensors")
     del tensors
-    command = [sys.executable, "-c", LOAD, str(tmp_path), str(GOLDEN), dtype]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 1.1 * itemsize * elements
+    found = growth(SETUP, LOAD, str(tmp_path), str(GOLDEN), dtype)
+    assert found < 1.1 * itemsize * elements
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import json
 import math
-import struct
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.peak_memory import READS_PROC, growth, write_zeros
 
 import trainable_candle as tc
 from trainable_candle.export.gguf_file import Entry, write
@@ -29,22 +27,15 @@ FLUX_SIZES = {
     "num_layers": 1,
 }  # fmt: skip
 # Loads a small model first, so that threads and buffers of the library are not counted.
-LOAD = """
-import re, sys
-from pathlib import Path
+SETUP = """
 from trainable_candle.models import load
 
 small, path, form = sys.argv[1:]
 load(small, dtype="bf16", quantize=form or None)
-
-def status(name):
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-model = load(path, dtype="bf16", quantize=form or None)
-print(status("VmHWM") - before)
 """
+LOAD = 'model = load(path, dtype="bf16", quantize=form or None)'
+
+pytestmark = READS_PROC
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +52,7 @@ def peak(path: Path, form: str | None, small: Path = LLAMA.parent) -> int:
 
     With `form`, loading quantizes the weights to this format.
     """
-    command = [sys.executable, "-c", LOAD, str(small), str(path), form or ""]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return growth(SETUP, LOAD, str(small), str(path), form or "")
 
 
 def size_in_bf16(model: Path) -> int:
@@ -83,7 +73,7 @@ def test_weights_are_loaded_and_quantized_one_by_one(
     assert share < found < share + 0.25
 
 
-def write_zeros(folder: Path, blocks: int) -> tc.PartFacts:
+def write_flux(folder: Path, blocks: int) -> tc.PartFacts:
     """Write a Flux of zeros in bf16, as a sparse file, and return its facts.
 
     Besides `blocks` blocks with a single stream, it has one with two streams.
@@ -94,14 +84,7 @@ def write_zeros(folder: Path, blocks: int) -> tc.PartFacts:
     path = folder / "diffusion_pytorch_model.safetensors"
     tc.save_file({"x": tc.zeros(1)}, path)  # the facts come from the configuration
     (facts,) = tc.inspect(folder).parts.values()
-    header, end = {}, 0
-    for name, shape in facts.tensors.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    write_zeros(path, facts.tensors, "BF16")
     return facts
 
 
@@ -111,7 +94,7 @@ def test_a_transformer_of_images_is_quantized_weight_by_weight(form: str, tmp_pa
     extra_bytes = []  # what loading takes beside the loaded weights
     for blocks in (1, 6):
         path = tmp_path / str(blocks)
-        facts = write_zeros(path, blocks)
+        facts = write_flux(path, blocks)
         extra_bytes.append(peak(path, form, FLUX.parent) - facts.weight_bytes("bf16", form))
     largest = max(map(math.prod, facts.layers.values()))  # elements of the largest weight
     # Less than five copies of the largest weight in f32, which has 4 bytes for each element.

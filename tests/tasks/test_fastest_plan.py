@@ -1,4 +1,4 @@
-"""A plan is the fastest choice that fits: other choices are estimated beside it."""
+"""A plan is the fastest choice that fits, and `--batch-size auto` the largest that is worth it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product

@@ -25,7 +25,6 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save as to_bytes
-from safetensors.torch import save_file
 from torch.nn import Module
 from torch.nn.functional import mse_loss
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -61,15 +60,17 @@ def store(model: Module, folder: str) -> None:
 
 
 def save(
-    name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+    *,
+    compress: bool = False,
 ) -> None:
-    """Write tensors of a case; compress the file if it has metadata, which may be empty."""
+    """Write tensors of a case."""
     tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-    if metadata is None:
-        save_file(tensors, HERE / f"{name}.safetensors")
-    else:
-        data = gzip.compress(to_bytes(tensors, metadata), mtime=0)
-        (HERE / f"{name}.safetensors.gz").write_bytes(data)
+    data = to_bytes(tensors, metadata)
+    path = HERE / f"{name}.safetensors{'.gz' if compress else ''}"
+    path.write_bytes(gzip.compress(data, mtime=0) if compress else data)
 
 
 def adapter_case(
@@ -124,7 +125,7 @@ def adapter_case(
     metadata = {"targets": json.dumps(targets)} | {
         key: json.dumps(value) for key, value in options.items()
     }
-    save(f"unet_{name}", case, metadata)
+    save(f"unet_{name}", case, metadata, compress=True)
 
 
 def unet() -> None:
@@ -206,7 +207,7 @@ def autoencoder() -> None:
         "tiled_mean": model.encode(image).latent_dist.mean,
         "tiled_decoded": model.decode(latent).sample,
     }
-    save("vae_forward", case, metadata={})
+    save("vae_forward", case, compress=True)
 
 
 def text_encoders() -> None:

@@ -29,7 +29,6 @@ from diffusers import (
 )
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save as to_bytes
-from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
 
 OUTPUT = Path(sys.argv[1])
@@ -102,15 +101,14 @@ def randomize(model):
     return model
 
 
-def save(path, tensors, metadata=None):
-    """Write tensors of a case; compress the file if it has metadata, which may be empty."""
+def save(path, tensors, metadata=None, *, compress=False):
+    """Write tensors of a case; a compressed file has `.gz` after its name."""
     copies = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
-    if metadata is None:
-        save_file(copies, path)
+    data = to_bytes(copies, metadata)
+    if compress:
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(data, mtime=0))
     else:
-        path.with_name(f"{path.name}.gz").write_bytes(
-            gzip.compress(to_bytes(copies, metadata), mtime=0)
-        )
+        path.write_bytes(data)
 
 
 def peft_name(name):
@@ -154,7 +152,7 @@ def adapter_case(model, call, targets, use_dora, sample, path):
     stored["adamw.losses"] = torch.tensor(losses)
     settings = {"rank": str(RANK), "alpha": str(ALPHA), "targets": json.dumps(targets),
                 "use_dora": str(use_dora).lower()}  # fmt: skip
-    save(path, stored, settings)
+    save(path, stored, settings, compress=True)
 
 
 def save_family(name, make, inputs, call, linear, attention):
@@ -339,7 +337,7 @@ def qwen_autoencoder():
     stored = {"image": image, "mean": found.mean[:, :, 0], "logvar": found.logvar[:, :, 0],
               "latent": latent, "decoded": decoded[:, :, 0],
               "tiled_decoded": tiled[:, :, 0]}  # fmt: skip
-    save(folder / "vae_forward.safetensors", stored, metadata={})
+    save(folder / "vae_forward.safetensors", stored, compress=True)
 
 
 def flux2_autoencoder():
@@ -361,7 +359,7 @@ def flux2_autoencoder():
         decoded = model.decode(latent, return_dict=False)[0]
     stored = {"image": image, "mean": found.mean, "logvar": found.logvar, "latent": latent,
               "decoded": decoded}  # fmt: skip
-    save(folder / "vae_forward.safetensors", stored, metadata={})
+    save(folder / "vae_forward.safetensors", stored, compress=True)
 
 
 def folded(shapes):
