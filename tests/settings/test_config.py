@@ -282,3 +282,9 @@ def test_with_changes_only_the_given_setting_and_checks_it() -> None:
     assert asdict(config.with_(steps=20)) == {**asdict(config), "steps": 20}
     with pytest.raises(ConfigError, match="steps is 0"):
         config.with_(steps=0)
+
+
+def test_each_condition_says_what_its_settings_need_or_has_a_complaint() -> None:
+    conditions = [condition for group in GROUPS for condition in group.conditions]
+    assert len(conditions) > 20
+    assert [c.settings for c in conditions if bool(c.needed) == bool(c.complaint)] == []

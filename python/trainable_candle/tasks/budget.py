@@ -428,8 +428,8 @@ def _explored(
         can_be_limited = blocks > 0 and least[CHECKPOINTING] in first_blocks.POLICIES
         if least[STATES] == HOST and earlier:
             # Streaming makes a step longer, and so does each block that is recomputed.
-            policy = first_blocks.OTHERS_POLICY if can_be_limited else least[CHECKPOINTING]
-            fastest = {**earlier[0], CHECKPOINTING: policy}
+            limited = {CHECKPOINTING: first_blocks.OTHERS_POLICY} if can_be_limited else {}
+            fastest = {**earlier[0], **limited}
             costs = [_cost(found, budget) for found in plans if fits(found)]
             if costs and min(costs) <= _cost(plan(fastest), budget):
                 continue
