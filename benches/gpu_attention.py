@@ -1,6 +1,6 @@
 """Attention at the sizes of the image families, beside each of torch's backends.
 
-python benches/gpu_attention.py [--only flux] [--seconds 0.3]
+python benches/gpu_attention.py [--only flux] [--seconds 0.3] [--backends FLASH_ATTENTION]
 TRAINABLE_CANDLE_GENERAL_KERNELS=1 python benches/gpu_attention.py
 
 bf16, batch 1, no mask. Each line has the milliseconds of a forward pass, of a backward pass (a pass
@@ -121,13 +121,13 @@ def theirs(torch: Any, size: Size, backend: str, seconds: float) -> Times | str:
             return str(error).partition("\n")[0]
 
 
-def run(size: Size, machine: Machine) -> None:
+def run(size: Size, machine: Machine, backends: list[str]) -> None:
     own = ours(size, machine)
     shape = f"{size.heads} x {size.tokens} x {size.width}"
     print(f"{size.name}, {shape}: ours {own.text(size)}", flush=True)
     if machine.torch is None:
         return
-    for backend in BACKENDS:
+    for backend in backends:
         found = theirs(machine.torch, size, backend, machine.seconds)
         if isinstance(found, str):
             print(f"  {backend}: {found}", flush=True)
@@ -137,11 +137,15 @@ def run(size: Size, machine: Machine) -> None:
 
 
 def main() -> None:
-    options = gpu_timing.parser(__doc__.partition("\n")[0]).parse_args()
+    parser = gpu_timing.parser(__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="those of torch"
+    )
+    options = parser.parse_args()
     machine = gpu_timing.start(options)
     for size in SIZES:
         if options.only in size.name:
-            run(size, machine)
+            run(size, machine, options.backends)
             gpu_timing.fresh(machine.device)
 
 

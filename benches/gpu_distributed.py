@@ -36,7 +36,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_transformers import cases, inputs_of, model_of
+from gpu_transformers import LORA_LAYERS, cases, inputs_of, model_of
 
 import trainable_candle as tc
 from trainable_candle.distributed.group import Group, make_group
@@ -110,7 +110,7 @@ def flux(device: str, stream: int = 0) -> Network:
     found = [case for case in cases() if case.title.startswith("flux-dev, full")]
     model = model_of(found[0], device, stream_blocks=stream, stream_modulation=stream > 0)
     model.enable_gradient_checkpointing("full")
-    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=found[0].layers)
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LORA_LAYERS)
     image, text, *others = inputs_of(found[0], device)
 
     def inputs(_number: int) -> dict[str, tc.Tensor]:
