@@ -14,7 +14,6 @@ from typing import Any
 import full_flow
 import full_size
 from gpu_lm import CLASSES, LLAMA3, QWEN2
-from gpu_transformers import KLEIN
 
 Config = dict[str, Any]
 
@@ -30,20 +29,6 @@ def _pipeline(name: str) -> dict[str, Config]:
     return {part: config for part, (_kind, config) in parts.items()}
 
 
-def _klein_9b() -> dict[str, Config]:
-    # `KLEIN` and `QWEN3` are the transformer and the text encoder of the 4B model. The two models
-    # have the same autoencoder.
-    parts = _pipeline("flux2")
-    transformer = KLEIN | {
-        "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
-        "joint_attention_dim": 12288, "_class_name": "Flux2Transformer2DModel",
-    }  # fmt: skip
-    qwen3_8b = full_flow.QWEN3 | {
-        "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False,
-    }  # fmt: skip
-    return parts | {"transformer": transformer, "text_encoder": qwen3_8b}
-
-
 def _text(config: Config) -> dict[str, Config]:
     # The folder of a language model has its config.json at the top: the name of the part is "".
     return {"": config | {"architectures": [CLASSES[config["model_type"]]]}}
@@ -56,7 +41,7 @@ MODELS = {
     "Flux.1-dev": ("flux", lambda: _pipeline("flux")),
     "Chroma": ("chroma", lambda: _pipeline("chroma")),
     "FLUX.2-klein-4B": ("flux2", lambda: _pipeline("flux2")),
-    "FLUX.2-klein-9B": ("flux2", _klein_9b),
+    "FLUX.2-klein-9B": ("flux2", lambda: _pipeline("flux2-9b")),
     "Z-Image": ("zimage", lambda: _pipeline("zimage")),
     "Qwen-Image": ("qwen-image", lambda: _pipeline("qwen-image")),
     "Qwen2-1.5B": ("causal-lm", lambda: _text(QWEN2)),

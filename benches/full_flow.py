@@ -72,6 +72,14 @@ QWEN3: Config = {
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
+QWEN3_8B: Config = QWEN3 | {
+    "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False,
+}  # fmt: skip
+KLEIN_9B: Config = KLEIN | {
+    "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
+    "joint_attention_dim": 12288,
+}  # fmt: skip
+SCHNELL: Config = FLUX | {"guidance_embeds": False}
 QWEN_IMAGE: Config = {
     "in_channels": 64, "out_channels": 16, "num_layers": 60, "num_attention_heads": 24,
     "attention_head_dim": 128, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
@@ -120,30 +128,35 @@ def _sd3(config: Config) -> Parts:
     return _parts("SD3Transformer", config, VAE_SD3, *clips, ("T5Encoder", T5))
 
 
+def _flux(config: Config) -> Parts:
+    encoders = [("CLIPTextModel", clip(projects=False)), ("T5Encoder", T5)]
+    return _parts("FluxTransformer", config, VAE_FLUX, *encoders)
+
+
+Z_IMAGE_PARTS = _parts("ZImageTransformer", Z_IMAGE, VAE_FLUX, ("CausalLM", QWEN3))
 # By model: the class of its pipeline, the configuration of its scheduler, its parts.
 PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
     "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(SD3_MEDIUM)),
     "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(SD3_LARGE)),
-    "flux": (
-        "FluxPipeline",
-        DYNAMIC_SHIFT,
-        _parts("FluxTransformer", FLUX, VAE_FLUX,
-               ("CLIPTextModel", clip(projects=False)), ("T5Encoder", T5)),
-    ),
+    "flux": ("FluxPipeline", DYNAMIC_SHIFT, _flux(FLUX)),
+    "flux-schnell": ("FluxPipeline", {"shift": 1.0}, _flux(SCHNELL)),
     "chroma": (
         "ChromaPipeline",
         DYNAMIC_SHIFT,
         _parts("ChromaTransformer", CHROMA, VAE_FLUX, ("T5Encoder", T5)),
     ),
-    "zimage": (
-        "ZImagePipeline",
-        {"shift": 3.0},
-        _parts("ZImageTransformer", Z_IMAGE, VAE_FLUX, ("CausalLM", QWEN3)),
-    ),
+    "zimage": ("ZImagePipeline", {"shift": 3.0}, Z_IMAGE_PARTS),
+    # Has the shape of the base model. The commands recognise turbo by the name of its folder.
+    "zimage-turbo": ("ZImagePipeline", {"shift": 3.0}, Z_IMAGE_PARTS),
     "flux2": (
         "Flux2KleinPipeline",
         DYNAMIC_SHIFT,
         _parts("Flux2Transformer", KLEIN, VAE_FLUX2, ("CausalLM", QWEN3)),
+    ),
+    "flux2-9b": (
+        "Flux2KleinPipeline",
+        DYNAMIC_SHIFT,
+        _parts("Flux2Transformer", KLEIN_9B, VAE_FLUX2, ("CausalLM", QWEN3_8B)),
     ),
     "qwen-image": (
         "QwenImagePipeline",
@@ -156,8 +169,8 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
     """Write the folder of a pipeline in the layout of diffusers.
 
-    The folder takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage), 16 (flux2) or 54
-    (qwen-image).
+    The folder takes 15 GB (sd3), 26 (sd3-large), 34 (flux), 28 (chroma), 21 (zimage), 16 (flux2),
+    35 (flux2-9b) or 54 (qwen-image).
     """
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)

@@ -3,13 +3,14 @@
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
 The benchmark first makes 24 images and a checkpoint of random weights. The checkpoint takes 6.9 GB
-for SDXL, 15 for SD3.5-medium, 16 for FLUX.2-klein, 21 for Z-Image, 28 for Chroma, 34 for Flux.1 and
-54 for Qwen-Image. `merge` needs the same space again; use a folder in /dev/shm if the disk is too
-small. Then the benchmark runs the commands that a user would type: train (200 steps of SDXL, 30 of
-the other models) on cold caches, then on warm ones; resume; train with previews, validation and an
-average of the weights; sample; merge; verify. A phase is the time between two lines that a command
-prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's
-process. If torch is installed, `job_peer.py` then times diffusers.
+for SDXL, 15 for SD3.5-medium, 26 for SD3.5-large, 16 for FLUX.2-klein 4B, 35 for 9B, 21 for
+Z-Image, 28 for Chroma, 34 for Flux.1 and 54 for Qwen-Image. `merge` needs the same space again; use
+a folder in /dev/shm if the disk is too small. Then the benchmark runs the commands that a user
+would type: train (200 steps of SDXL, 30 of the other models) on cold caches, then on warm ones;
+resume; train with previews, validation and an average of the weights; sample; merge; verify. A
+phase is the time between two lines that a command prints. The peaks of GPU memory (nvidia-smi) and
+of resident host memory are those of the command's process. If torch is installed, `job_peer.py`
+then times diffusers.
 """
 
 from __future__ import annotations
@@ -45,27 +46,34 @@ RANK = 16
 class Job:
     """The settings of a job that differ between models."""
 
-    model: str
-    """The value of `--model` of the commands. For this script's `sd3-large`, too, it is `sd3`."""
+    name: str
+    """The value of this script's `--model`, and the name of the folder of the weights."""
+    family: str
+    """The value of `--model` of the commands."""
     steps: int
     """The number of training steps."""
     draw_steps: int
     """The number of steps in which an image is drawn."""
-    guidance: float
-    """The guidance scale with which an image is drawn."""
+    guidance: float | None
+    """The guidance scale with which an image is drawn; None: the commands' default."""
 
 
-# The jobs by the values of this script's `--model`. Arguments after the model: training steps,
-# steps of drawing, guidance.
+# The arguments are the fields of `Job`, in their order.
 JOBS = {
-    "sdxl": Job("sdxl", 200, 30, 6.0),
-    "sd3": Job("sd3", 30, 28, 4.5),
-    "sd3-large": Job("sd3", 30, 28, 4.5),
-    "flux": Job("flux", 30, 28, 3.5),
-    "chroma": Job("chroma", 30, 35, 5.0),
-    "zimage": Job("zimage", 30, 30, 5.0),
-    "flux2": Job("flux2", 30, 30, 4.0),
-    "qwen-image": Job("qwen-image", 30, 30, 4.0),
+    job.name: job
+    for job in (
+        Job("sdxl", "sdxl", 200, 30, 6.0),
+        Job("sd3", "sd3", 30, 28, 4.5),
+        Job("sd3-large", "sd3", 30, 28, 4.5),
+        Job("flux", "flux", 30, 28, 3.5),
+        Job("flux-schnell", "flux", 30, 4, None),
+        Job("chroma", "chroma", 30, 35, 5.0),
+        Job("zimage", "zimage", 30, 30, 5.0),
+        Job("zimage-turbo", "zimage", 30, 9, 1.0),
+        Job("flux2", "flux2", 30, 30, 4.0),
+        Job("flux2-9b", "flux2", 30, 30, 4.0),
+        Job("qwen-image", "qwen-image", 30, 30, 4.0),
+    )
 }
 
 
@@ -170,7 +178,7 @@ def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
     """Train as a user would."""
     output = work / name
     outcome = command(
-        "train", "--model", job.model, "--weights", str(work / job.model),
+        "train", "--model", job.family, "--weights", str(work / job.name),
         "--dataset", str(work / "images"), "--output", str(output),
         "--device", "cuda", "--precision", "bf16", "--rank", str(RANK), "--steps", str(steps),
         *more,
@@ -180,12 +188,13 @@ def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
 
 def draw(job: Job, work: Path) -> None:
     """Draw one image, then two: the difference is the time of an image without start-up."""
+    guidance = [] if job.guidance is None else ["--guidance", str(job.guidance)]
     for count in (1, 2):
         outcome = command(
-            "sample", "--model", job.model, "--weights", str(work / job.model),
+            "sample", "--model", job.family, "--weights", str(work / job.name),
             "--adapter", str(work / "cold" / "adapter.safetensors"),
             "--device", "cuda", "--precision", "bf16", "--prompt", PROMPT, "--count", str(count),
-            "--steps", str(job.draw_steps), "--guidance", str(job.guidance),
+            "--steps", str(job.draw_steps), *guidance,
             "--output", str(work / f"drawn{count}.png"),
         )  # fmt: skip
         show(f"sample, {count} of 1024 px", outcome)
@@ -194,7 +203,7 @@ def draw(job: Job, work: Path) -> None:
 def merge(job: Job, work: Path) -> None:
     """Merge the adapter into the checkpoint."""
     outcome = command(
-        "merge", "--model", job.model, "--weights", str(work / job.model),
+        "merge", "--model", job.family, "--weights", str(work / job.name),
         "--adapter", str(work / "cold" / "adapter.safetensors"), "--output", str(work / "merged"),
     )  # fmt: skip
     show("merge into a folder, on the CPU", outcome)
@@ -204,7 +213,7 @@ def merge(job: Job, work: Path) -> None:
 def verify(job: Job, work: Path) -> None:
     """Verify the adapter."""
     adapter = str(work / "cold" / "adapter.safetensors")
-    show("verify", command("verify", "--model", job.model, adapter))
+    show("verify", command("verify", "--model", job.family, adapter))
 
 
 def main() -> None:
@@ -236,20 +245,22 @@ def main() -> None:
     }  # fmt: skip
     wanted = [name for name in given.only.split(",") if name] or list(parts)
     try:
-        if not (work / job.model).exists():
+        if not (work / job.name).exists():
             started = time.perf_counter()
-            if job.model == "sdxl":
+            if job.name == "sdxl":
                 full_size.write_pipeline(work / "sdxl", "cuda")
             else:
-                full_flow.write_pipeline(work / job.model, given.model, "cuda")
+                full_flow.write_pipeline(work / job.name, job.name, "cuda")
             full_size.write_images(work / "images")
             print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()
         if not given.no_torch and timing.find_torch() is not None:
             peer = str(Path(__file__).with_name("job_peer.py"))
-            settings = ["--steps", str(job.draw_steps), "--guidance", str(job.guidance)]
-            subprocess.run([sys.executable, peer, str(work), job.model, *settings], check=False)
+            settings = ["--steps", str(job.draw_steps)]
+            if job.guidance is not None:
+                settings += ["--guidance", str(job.guidance)]
+            subprocess.run([sys.executable, peer, str(work), job.name, *settings], check=False)
     finally:
         if given.folder is None:
             shutil.rmtree(work)

@@ -25,7 +25,7 @@ from pathlib import Path
 import full_flow
 import full_size
 import full_text
-from gpu_job import RANK, Outcome, command
+from gpu_job import JOBS, RANK, Outcome, command
 
 import trainable_candle as tc
 
@@ -49,9 +49,7 @@ def prepare(model: str, folder: Path) -> list[str]:
     else:
         full_flow.write_pipeline(weights, model, "cuda")
     full_size.write_images(data, IMAGES, sizes=((1024, 1024),))
-    # `train --model sd3` trains both sd3 and sd3-large: `--model` names a family, not its size.
-    family = model.removesuffix("-large")
-    return ["--model", family, "--dataset", str(data), "--weights", str(weights)]
+    return ["--model", JOBS[model].family, "--dataset", str(data), "--weights", str(weights)]
 
 
 def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
