@@ -66,8 +66,8 @@ template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x)
     }
 }
 
-// Activations: `value` is f(x), `slope` is the derivative f'(x), and `both` sets its last two arguments to them. An activation
-// has those of these functions that kernels call.
+// Activations: `value` is f(x), `slope` is the derivative f'(x), and `both` sets its last two arguments to them. Each
+// activation defines only the functions that kernels call.
 struct Silu {
     template <typename T> static __device__ __forceinline__ Acc<T> value(Acc<T> x) { return x * sigmoid<T>(x); }
     template <typename T> static __device__ __forceinline__ Acc<T> slope(Acc<T> x) {

@@ -7,7 +7,7 @@
 #include "element.cuh"
 #include "philox.cuh"
 
-// The upper 24 of 32 random bits, as a number in [0, 1). f32 represents every such number exactly.
+// The upper 24 of 32 random bits, divided by 2^24 = 16777216: a number in [0, 1). f32 represents every such number exactly.
 __device__ __forceinline__ float unit_interval(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
 // Writes four values to y, which has n elements, from element `first` on, without those beyond the end of y.

@@ -4,6 +4,12 @@
 //
 // With P = e^(scale q kᵀ - log_sum), dP = do vᵀ, delta = rowsum(do ∘ o) and dS = P ∘ (dP - delta):
 // dv = Pᵀ do, dk = scale dSᵀ q, dq = scale dS k.
+// The exponentials have base 2, so the kernels multiply `scale` and the log-sums by log2(e).
+//
+// Products and sums have the shape [M][N / 8][4] in each thread, for the 16 M rows of its warp and N columns. Element [m][n][i] is at
+// row m * 16 + i / 2 * 8 + lane / 4 of the warp and at column n * 8 + lane % 4 * 2 + i % 2 (see mma.cuh). Values of rows, such as
+// `row_delta`, have the shape [M][2], with i / 2 as the last index. With `wgmma`, products are asynchronous: `wait_for_products<n>` waits
+// until at most the last n groups that `end_products` has ended still run. With `mma.sync`, there is nothing to wait for.
 #pragma once
 
 #include "mma.cuh"
@@ -12,13 +18,15 @@
 // One block computes the gradients of a tile of queries and loops over tiles of keys. It has `WARPS` warps with 16 `M` queries
 // each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (queries
 // and gradients of the result), which are in registers or in shared memory. `VisibleKeys` tells which keys a query sees: `Dense` or, for
-// packed rows, `Spans` (shape.cuh); `visible.group()` is the number of heads of queries that share a head of keys.
+// packed rows, `Spans` (shape.cuh); `visible.group()` is the number of heads of queries that share a head of keys, 1 with `Dense`.
 template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
                                                          const Strides &k_strides, const Strides &v_strides,
                                                          const Strides &do_strides, const Strides &dq_strides,
                                                          const AttentionShape &shape, const VisibleKeys &visible) {
+    // Shared memory has the tiles of queries and of their gradients, then two stages, which the steps of the loop use in turn. A stage of
+    // `STAGE` bytes has a tile of keys, then a tile of values.
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), grad_tile = query_tile + tile_bytes<D>(QUERIES);
@@ -51,7 +59,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
     copy_tile<T, D, QUERIES, THREADS>(grad_tile, d_o, do_strides.row, rows, shape.width);
     if (begin < steps) copy_keys(begin);
-    end_copies();
+    end_copies(); // For the copies of the block's own rows if there is no step.
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     // The number of the warp's queries that exist; 0 or less if none does.
@@ -175,6 +183,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
                              const Strides &v_strides, const Strides &do_strides, const Strides &dk_strides,
                              const Strides &dv_strides, const AttentionShape &shape, const VisibleKeys &visible) {
     constexpr int THREADS = WARPS * WARP, KEYS = WARPS * 16 * M;
+    // As in `attention_backward_query`; here, a stage has a tile of queries, then the tile of their gradients.
     constexpr int STAGE = tile_bytes<D>(2 * QUERIES), NUMBERS = 2 * QUERIES * sizeof(float);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t key_tile = shared_address(shared), value_tile = key_tile + tile_bytes<D>(KEYS);
@@ -235,7 +244,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     copy_tile<T, D, KEYS, THREADS>(key_tile, k, k_strides.row, rows, shape.width);
     copy_tile<T, D, KEYS, THREADS>(value_tile, v, v_strides.row, rows, shape.width);
     if (steps > 0) copy_queries(0);
-    end_copies();
+    end_copies(); // For the copies of the block's own rows if there is no step.
     wait_for_copies();
     Rows<D, M, KEYS> keys(key_tile);
     Rows<D, M, KEYS> values(value_tile);
@@ -253,6 +262,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         wait_for_copies();
         if (step + 1 < steps) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
+        // `key_tile` is the address of `shared` in the shared window, so the difference is the offset of the numbers in bytes.
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
         const float *deltas = log_sum + QUERIES;
         keys.begin_iteration(), values.begin_iteration();
@@ -337,7 +347,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 }
 
 // Sums the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). Here
-// `shape.heads` is the number of heads of keys. A thread sums four columns.
+// `shape.heads` is the number of heads of keys. A thread sums four columns of a row: the width is a multiple of `CHUNK`, 8.
 template <typename T>
 __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
     const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;

@@ -50,7 +50,8 @@ pub fn gradcheck(
     let result = function(&on_tape)?;
     let weights = weights(&result)?;
     let leaves: Vec<&Tensor> = on_tape.iter().collect();
-    let analytic = grad(&result, &leaves, Some(&weights), false)?;
+    let retain_graph = false;
+    let analytic = grad(&result, &leaves, Some(&weights), retain_graph)?;
 
     let weights = to_f64_vec(weights.raw())?;
     let objective = |values: &[Tensor]| -> Result<f64> {

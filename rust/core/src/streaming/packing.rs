@@ -93,6 +93,7 @@ impl Packing {
     /// [`ALIGNMENT`] bytes. The next tensor of `dtype` would begin there.
     pub(super) fn count(&self, dtype: DType) -> usize {
         let ends = self.tensors(dtype).map(|(offset, raw)| offset + raw.elem_count());
+        // `max(1)`: candle gives dtypes of less than a byte a size of 0.
         ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT / dtype.size_in_bytes().max(1))
     }
 

@@ -331,7 +331,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "the number of dimensions is negative"))?;
     // SAFETY: DLPack guarantees that `shape` has `ndim` entries. Negative sizes, which it does not allow, count as 0.
     let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
-    let strides = if view.strides.is_null() {
+    let byte_strides = if view.strides.is_null() {
         let mut strides = vec![element.size() as isize; rank];
         for dim in (1..rank).rev() {
             strides[dim - 1] = strides[dim] * dims[dim] as isize;
@@ -342,7 +342,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         (0..rank).map(|dim| unsafe { *view.strides.add(dim) } as isize * element.size() as isize).collect()
     };
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
-    let source = Source { data, dims, strides, element, swapped: false }; // DLPack has this machine's byte order
+    let source = Source { data, dims, strides: byte_strides, element, swapped: false }; // this machine's byte order
     // SAFETY: DLPack guarantees that the memory within the shape and the strides is readable until the deleter runs.
     unsafe {
         match device {

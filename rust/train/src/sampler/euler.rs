@@ -26,9 +26,10 @@ impl Euler {
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         // The noise levels of all timesteps of training.
         let all = schedule.sigmas();
-        // `spaced` returns the first `steps` of `count` timesteps. Euler's method needs no timestep at the end of the
-        // last step, so it has no more than `steps`.
-        let mut timesteps = grid::spaced(schedule, steps, steps)?;
+        // `spaced` chooses `count` timesteps and returns the first `steps` of them. A sampler with a timestep at the end
+        // of the last step has one more than `steps`; Euler's method needs no such timestep.
+        let count = steps;
+        let mut timesteps = grid::spaced(schedule, count, steps)?;
         let mut sigmas = grid::sigmas_at(&all, &timesteps);
         if karras {
             sigmas = grid::karras(sigmas[0], sigmas[steps - 1], steps);

@@ -76,7 +76,8 @@ where
             gemm(MatMut::new(&mut c, [m, n], strides), a, b, alpha, accumulate);
             for i in 0..m {
                 for j in 0..n {
-                    // Only the elements between those of the result stay in `c`, for the check after these loops.
+                    // NaN replaces each element of the result. After these loops `c` has a number only if `gemm` wrote
+                    // between the elements of the result.
                     let found = std::mem::replace(&mut c[i * strides[0] + j * strides[1]], nan).to_acc().to_f64();
                     let old = if accumulate { old_elements[i * n + j].to_acc().to_f64() } else { 0.0 };
                     let (sum, magnitude) = product[i * n + j];

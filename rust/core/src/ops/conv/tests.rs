@@ -76,7 +76,8 @@ fn assert_like_plain_loops(
     let g_values = values(&g);
     let [expected, expected_x, expected_weight] = plain_loops(&x, &weight, options, |at| g_values[at]);
     assert_close(&values(&y), &expected, tolerance);
-    let grads = grad(&y, &[&x, &weight], Some(&g), false).unwrap();
+    let retain_graph = false;
+    let grads = grad(&y, &[&x, &weight], Some(&g), retain_graph).unwrap();
     assert_close(&values(grads[0].as_ref().unwrap()), &expected_x, tolerance);
     assert_close(&values(grads[1].as_ref().unwrap()), &expected_weight, tolerance);
 }
@@ -123,7 +124,8 @@ fn an_image_in_several_parts_matches_plain_loops() {
 #[test]
 fn few_and_many_channels_match_plain_loops() {
     // Fewer channels than a vector register of the CPU has lanes, and more than a panel has. The CPU form packs the
-    // weight into panels: blocks of as many channels of a pass's result as a few registers have lanes.
+    // weight into panels. Each is for a block of the channels of y (forward pass) or of the gradient of x (backward
+    // pass), as many as a few registers have lanes.
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     for (channels, out, groups) in [(1, 1, 1), (5, 37, 1), (33, 13, 1), (70, 66, 2), (12, 12, 4), (8, 16, 8), (7, 7, 7)]
     {

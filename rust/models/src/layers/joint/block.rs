@@ -134,9 +134,10 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image's feed-forward network comes last, because a recomputation ends with the last value that the
-        // backward pass reads. Only the gradient of the gate reads the result of the block's last linear layer. So
-        // unless the gate's layer has an adapter, a checkpoint does not recompute this result.
+        // A recomputation ends with the last value that the backward pass reads. Only the gradient of the last gate
+        // reads the result of the block's last linear layer, and the gate needs a gradient only if its layer has an
+        // adapter. Without one, a checkpoint does not recompute this result. So the last is the feed-forward network
+        // of the image, which usually has more tokens than the text.
         let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;

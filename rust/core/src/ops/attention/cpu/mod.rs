@@ -140,6 +140,7 @@ struct Scores<'a, T: Elem> {
     mask: Option<Matrices<'a, T::Acc>>,
 }
 
+// Scores and masks have the type of the accumulator. The bound says that `gemm` can write this type like any element.
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     /// Computes the scores of the query head `head` for a block of queries and a block of keys, one row for each query.
     /// The score of a key that the query does not see is negative infinity.

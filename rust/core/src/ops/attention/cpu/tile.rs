@@ -105,13 +105,14 @@ pub(super) struct Rows<'a, T> {
 }
 
 impl<T: Elem> Rows<'_, T> {
-    /// Writes `values` to the rows of `head` from `first_row` on.
+    /// Writes `values`, one row after another, to the rows of `head` from `first_row` on.
     ///
     /// # Safety
     /// Two threads must not write the same row at the same time.
     pub unsafe fn write(&self, head: usize, first_row: usize, values: &[T::Acc]) {
         // The sample, and the head of this sample, if heads are adjacent; otherwise the head and 0.
         let (outer, inner) = (head / self.side_by_side, head % self.side_by_side);
+        // With a width of 0, `values` is empty. `max(1)` is there because `chunks_exact` panics at 0.
         for (row, values) in values.chunks_exact(self.width.max(1)).enumerate() {
             let start = ((outer * self.rows + first_row + row) * self.side_by_side + inner) * self.width;
             // SAFETY: by the caller's promise.

@@ -47,11 +47,16 @@ pub(super) struct Labelled {
 
 impl Labelled {
     pub fn new(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Self> {
+        // The states `head.h` are (N, D); `head.weight` is (V, D), with a row for each id of the vocabulary.
         let targets = read_targets(op, targets, head.weight.dims()[0], IGNORE_INDEX)?;
         let indices: Vec<usize> = (0..targets.len()).filter(|&row| targets[row].is_some()).collect();
         let none_ignored = indices.len() == targets.len();
         let index_tensor = from_vec(indices.iter().map(|&index| index as i64).collect::<Vec<_>>(), indices.len());
-        let states = if none_ignored { None } else { Some(select_raw(op, head.h, &index_tensor, 0)?) };
+        let states = if none_ignored {
+            None
+        } else {
+            Some(select_raw(op, head.h, &index_tensor, /* dim */ 0)?)
+        };
         Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), indices, states, index_tensor })
     }
 
@@ -70,7 +75,7 @@ impl Labelled {
     ) -> Result<[Option<Raw>; 2]> {
         let of_states = match of_states {
             Some(of_labelled) if self.states.is_some() => {
-                Some(select_backward(op, &of_labelled, &self.index_tensor, 0, head.h.dims()[0])?)
+                Some(select_backward(op, &of_labelled, &self.index_tensor, /* dim */ 0, head.h.dims()[0])?)
             }
             of_all => of_all,
         };
