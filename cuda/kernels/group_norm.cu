@@ -12,7 +12,9 @@
 // (batch, tiles, groups, pieces, 2) of f32 (f64 for f64) from a 16-byte boundary.
 //
 // In short: a block has one piece of a sample's positions and one tile of channels. Its threads form lines. A thread has N = WIDE
-// neighbouring channels (16 bytes), and its line's positions of the piece. ALIGNED: the number of channels is a multiple of WIDE, and all
+// neighbouring channels (16 bytes), and its line's positions of the piece: line l of `part.lines` has the positions l, l + lines, and so
+// on. `Slots` has two sums of each thread and channel in shared memory. Its `join_lines` joins those of the lines of each channel, its
+// `for_each_group` those of the channels of each group. ALIGNED: the number of channels is a multiple of WIDE, and all
 // tensors begin at multiples of 16 bytes (`are_wide`), so a thread loads its channels at once. BATCH: the number of positions whose loads
 // overlap. `keep_narrow` keeps loaded f16 and bf16 values in 16 bits until they are used. `part.valid` is the number of channels that the
 // thread has, 0 for a surplus thread; `size.width()` is the number of channels of a group.
@@ -111,6 +113,7 @@ template <typename T, bool ALIGNED> struct Normalize {
             scale[i] = rstd[group];
         });
         Acc<T> weight[N];
+        // The third argument stands in for a parameter that is null.
         part.parameter(affine.weight, affine.is_f32, Acc<T>(1), weight);
         part.parameter(affine.bias, affine.is_f32, Acc<T>(0), offset);
 #pragma unroll
@@ -151,9 +154,11 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result (before SiLU, if there is one) at x. `grad` is an element of the tensor grad. The comments and the code
+// The gradient of the norm's result (before SiLU, if there is one) at x. `normalize` is a `Normalize`, and i the index of the channel among
+// the thread's channels. `grad` is an element of the tensor grad. The comments and the code
 // below call the returned gradient g.
-template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T grad, T x) {
+template <typename T, bool SILU, typename Norm>
+__device__ __forceinline__ Acc<T> of_norm(const Norm &normalize, int i, T grad, T x) {
     return SILU ? widen(grad) * Silu::slope<T>(normalize(i, widen(x))) : widen(grad);
 }
 
@@ -200,6 +205,7 @@ __device__ __forceinline__ void sums(const T *x, const T *grad, Affine affine, c
             A all = 0;
             for (uint32_t line = 0; line < part.lines; line++) all += of_line(line, kind);
             if (kind == 0) all *= scale;
+            // blockIdx.x is the index of the piece over (batch, pieces).
             if (affine_partials != nullptr) affine_partials[(blockIdx.x * 2ull + kind) * size.channels + channel] = all;
             results[kind] = all * weight[0];
         }
@@ -278,7 +284,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
 
-// Launch: over the groups. Computes mean and rstd from `partials`, which have `tiles` tiles.
+// Launch: over the groups. Computes mean and rstd from `partials`, which have `tiles` tiles. `all.for_each` divides the group's pairs (mean
+// and sum of squared deviations) among the threads of the block; `count` is the number of elements that a pair is about.
 #define DEFINE_MOMENTS(SUFFIX, T)                                                                                      \
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \

@@ -6,8 +6,9 @@
 // The forward pass and the gradient of the input are the same sum over a `source`, which is the input or the gradient of the output
 // (`Direction`). `Gather` (geometry.cuh) has the sum's sizes: the numbers of channels of the source (`channels`) and of the result
 // (`results`) in a group, and for each axis the numbers of taps and of source pixels. For the gradient of the input it describes one
-// phase: the result pixels whose coordinates have the same remainders modulo the strides. A `Window` has the image and the source
-// coordinates of a result pixel's first tap.
+// phase: the result pixels whose coordinates have the same remainders modulo the strides. On an axis, tap a of the sum is the kernel's
+// tap `tap_first + tap_every` a, and reads the source pixel `move` a after that of tap 0. A `Window` has the image and the source
+// coordinates of a result pixel's first tap. Images are (batch, height, width, channels).
 #pragma once
 
 #include "geometry.cuh"
@@ -59,7 +60,8 @@ template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *so
     return widen(source[pixel * gather.channels * s.groups + channel]);
 }
 
-// Computes a tile of pixels by channels of the result, for every gridDim.z-th group. blockIdx.y is the phase (see `Gather`).
+// Computes tile blockIdx.x, pixels by channels of the result, for every gridDim.z-th group from blockIdx.z on. blockIdx.y is the phase (see
+// `Gather`).
 template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
@@ -149,7 +151,7 @@ __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
 }
 
 // Sums over the pixels of `slice_pixels` and writes the sums to slice blockIdx.z of `partials` (gridDim.z, elements of the weight). A
-// block computes a tile of output channels by (tap, input channel) columns of this slice, for every gridDim.y-th group.
+// block computes tile blockIdx.x, output channels by (tap, input channel) columns, of this slice for every gridDim.y-th group.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad,
                                                                                const T *x, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;

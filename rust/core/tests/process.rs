@@ -35,7 +35,7 @@ fn a_frozen_layer_saves_nothing() -> Result<()> {
         y = linear(&y, &sines(36, &[6, 6]), None)?;
     }
     assert_eq!(saved_bytes(), before);
-    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
+    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), /* retain_graph */ false)?;
     assert!(x.grad().is_some());
     Ok(())
 }
@@ -53,7 +53,7 @@ fn saved_bytes_count_each_storage_once_until_the_backward_pass_frees_it() -> Res
     let y = lora()?.add(&lora()?)?.add(&lora()?)?;
     // Values of 4 bytes: x (8, 5) is counted once, x Aᵀ (8, 2) three times, once for each call.
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
-    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
+    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), /* retain_graph */ false)?;
     assert_eq!(saved_bytes(), before);
     Ok(())
 }
@@ -67,7 +67,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
     let functions: [(Function, usize); 4] = [
         (|x, _| swiglu(x), 20),
         (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
-        (|x, scale| layer_norm(x, 1, Some(scale), Some(scale), 1e-6), 40),
+        (|x, scale| layer_norm(x, /* normalized_dims */ 1, Some(scale), Some(scale), 1e-6), 40),
         // `.1` is the norm of the sum; `.0` would be the sum.
         (|x, scale| Ok(add_rms_norm(x, x, Some(scale), 1e-6)?.1), 40),
     ];
@@ -83,7 +83,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
             let kept = saved_bytes() - before;
             // Two backward passes: with a retained graph, the first keeps the values from which the second recomputes
             // the result.
-            y.backward_with(None, true)?;
+            y.backward_with(None, /* retain_graph */ true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
             drop(y);
@@ -131,9 +131,9 @@ fn a_recomputed_dropout_repeats_its_mask_and_leaves_the_generator_unchanged() ->
     let _alone = ALONE.lock();
     let x = Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?;
     rng::manual_seed(7);
-    let y = checkpoint(|xs| dropout(&xs[0].mul_scalar(2.0)?, 0.5, true)?.sqr(), &[&x])?;
+    let y = checkpoint(|xs| dropout(&xs[0].mul_scalar(2.0)?, 0.5, /* training */ true)?.sqr(), &[&x])?;
     let after = rng::state();
-    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
+    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), /* retain_graph */ false)?;
     assert_eq!(rng::state(), after);
     // y = (2 m x)² with m in {0, 2}: dy/dx = 8 m² x = 2 y at x = 1.
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
@@ -151,15 +151,15 @@ fn a_recomputation_and_draws_of_other_threads_are_independent() -> Result<()> {
     rng::manual_seed(7);
     let noted = drawn.clone();
     let function = move |xs: &[Tensor]| {
-        let first = dropout(&xs[0].mul_scalar(2.0)?, 0.5, true)?;
+        let first = dropout(&xs[0].mul_scalar(2.0)?, 0.5, /* training */ true)?;
         noted.lock().unwrap().push(elsewhere());
-        let second = dropout(&first, 0.5, true)?;
+        let second = dropout(&first, 0.5, /* training */ true)?;
         noted.lock().unwrap().push(elsewhere());
         second.sqr()
     };
     let y = checkpoint(function, &[&x])?;
     let after = rng::state();
-    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
+    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), /* retain_graph */ false)?;
     // y = (2 m x)² with the product m of both masks: dy/dx = 2 y at x = 1.
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
     assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the recomputation draws the same masks");

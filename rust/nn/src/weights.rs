@@ -98,6 +98,7 @@ impl Weights<'_> {
     ) -> Result<Linear<Tensor>> {
         let bias_init = if matches!(init, Init::Kaiming) { Init::Fan(in_features) } else { Init::Constant(0.0) };
         let mut scope = self.pp(name);
+        // `Source::weight` takes the layer's full name and appends `.weight`.
         let weight = scope.source.weight(&scope.prefix, &(out_features, in_features).into(), init)?;
         let bias = if bias { Some(scope.get("bias", out_features, bias_init)?) } else { None };
         Ok(Linear::from_weight(weight, bias))

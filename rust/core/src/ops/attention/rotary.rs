@@ -207,7 +207,7 @@ impl Backward for RotaryBackward {
         let dx = compute::unset(ROTARY.name, &x, x.dims())?;
         let parts_of_dx = rotary.parts(&dx)?;
         rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, parts_of_dx.each_ref())?;
-        drop(saved);
+        drop(saved); // frees the rotated queries and keys
         // `dx` now has the gradients of the rotated queries and keys. The backward pass of the norms runs in place: it
         // reads each of these values before it overwrites the value.
         let rotated_grad = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
@@ -219,6 +219,8 @@ impl Backward for RotaryBackward {
 /// The cases of the registry.
 #[cfg(feature = "testing")]
 pub(super) fn cases() -> Vec<Case> {
+    /// The epsilon of the norms.
+    const EPS: f64 = 1e-6;
     #[derive(Clone, Copy)]
     struct RotaryCase {
         /// The number of heads of queries, and that of keys.
@@ -248,7 +250,7 @@ pub(super) fn cases() -> Vec<Case> {
         fn run(&self, x: &Tensor) -> Result<Tensor> {
             let ([cos, sin], [of_queries, of_keys]) = (self.angles(x)?, self.scales(x)?);
             let [heads, key_heads] = self.heads;
-            let norms = self.is_normed.then_some(([Some(&of_queries), Some(&of_keys)], 1e-6));
+            let norms = self.is_normed.then_some(([Some(&of_queries), Some(&of_keys)], EPS));
             let bounds = self.bounds.iter().map(|&bound| bound as i64).collect();
             let bounds = Tensor::from_vec(bounds, self.bounds.len(), x.device())?;
             let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
@@ -262,11 +264,12 @@ pub(super) fn cases() -> Vec<Case> {
             let part = |first: usize, count: usize| {
                 x.narrow(1, first * self.width, count * self.width)?.reshape((rows, count, self.width))
             };
+            let interleaved = false;
             let rotate = |tokens: Tensor, scale: &Tensor| {
                 let by_head = tokens.transpose(0, 1)?;
                 let rotated = match self.is_normed {
-                    true => rms_norm_rope(&by_head, Some(scale), &cos, &sin, false, 1e-6)?,
-                    false => rope(&by_head, &cos, &sin, false)?,
+                    true => rms_norm_rope(&by_head, Some(scale), &cos, &sin, interleaved, EPS)?,
+                    false => rope(&by_head, &cos, &sin, interleaved)?,
                 };
                 rotated.transpose(0, 1)
             };

@@ -274,6 +274,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.
     pub fn cumsum(&self, dim: usize) -> Result<Self> {
+        // A cumulative sum is no reduction, but needs the same checks of the dtype and of `dim`.
         Reduction::of_floats(CUMSUM.name, self, &[dim])?;
         record(&CUMSUM, &[self], || compute::cumsum(&self.raw, dim), |_, _| CumsumBackward { dim })
     }
