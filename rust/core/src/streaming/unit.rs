@@ -76,7 +76,7 @@ impl Unit {
         }
         // This marks the unit as one whose weights have no values in this process.
         contents.hollow.get_or_insert_default();
-        weight.map(|raw| hollow(raw, raw.dims()))
+        weight.map(|raw| hollow_tensor(raw, raw.dims()))
     }
 
     /// The digest of the values that [`share`](Self::share) was called with, in the order of the calls.
@@ -106,7 +106,7 @@ impl Unit {
             Some(_) => {
                 let mut dims = tensors[0].dims().to_vec();
                 dims[0] = rows;
-                Tensor::constant(hollow(&tensors[0].raw, &dims)?)
+                Tensor::constant(hollow_tensor(&tensors[0].raw, &dims)?)
             }
         };
         let (mut start, mut parts) = (0, Vec::with_capacity(tensors.len()));
@@ -115,7 +115,7 @@ impl Unit {
             parts.push(match &mut contents.hollow {
                 None => all.narrow(0, start, count)?,
                 Some(joined) => {
-                    let part = hollow(&tensor.raw, tensor.dims())?;
+                    let part = hollow_tensor(&tensor.raw, tensor.dims())?;
                     // The index of the part's first element in `all`: `start` rows come before the part.
                     let first = start * tensor.elem_count() / count.max(1);
                     joined.insert(storage_identity(&part).0, (storage_identity(&all.raw).0, first));
@@ -134,6 +134,6 @@ impl Unit {
 }
 
 /// A tensor of shape `dims` on the CPU that has the dtype of `like` and one element in memory.
-fn hollow(like: &Raw, dims: &[usize]) -> Result<Raw> {
+fn hollow_tensor(like: &Raw, dims: &[usize]) -> Result<Raw> {
     Ok(Raw::zeros((), like.dtype(), &Device::Cpu)?.broadcast_as(dims)?)
 }

@@ -31,7 +31,7 @@ fn training(device: &Device) -> (Vec<Var>, Function) {
             var.zero_grad()?;
         }
         let first = vars[0].clone();
-        let layer = move |x: &[Tensor]| dropout(&x[0].matmul(&first)?.relu()?, 0.25, true);
+        let layer = move |x: &[Tensor]| dropout(&x[0].matmul(&first)?.relu()?, 0.25, /* training */ true);
         let hidden = checkpoint::checkpoint(layer, &[&inputs[0]])?;
         let noise = Tensor::randn(0.0, 0.01, hidden.shape().clone(), DType::F32, hidden.device())?;
         let loss = hidden.add(&noise)?.matmul(&vars[1])?.sub(&inputs[1])?.sqr()?.mean_all()?;

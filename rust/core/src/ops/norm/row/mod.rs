@@ -59,7 +59,9 @@ pub fn layer_norm(
 /// [`Error::Argument`] if `x` has no dimension or `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`],
 /// [`Error::Device`] if `weight` does not match `x`.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, /* computed: */ None)
+    let normalized_dims = 1;
+    RowNorm::new(RMS_NORM.name, Kind::Rms, x, normalized_dims, [weight, None], eps)?
+        .record(&RMS_NORM, x, /* computed: */ None)
 }
 
 /// The kinds of norms of rows.
@@ -164,7 +166,8 @@ impl<'a> RowNorm<'a> {
                 op: info.name,
                 kind: self.kind,
                 size: self.size,
-                // Inputs 0 and 1 are `x` and the scale. The gradient of the shift needs no saved values.
+                // Inputs 0 and 1 are `x` and the scale; without a scale, input 1 is the shift. The gradient of the shift
+                // needs no saved values.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
                 affine: self.affine.save(saver, self.kind.is_recomputed()),
