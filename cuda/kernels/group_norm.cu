@@ -13,8 +13,8 @@
 //
 // In short: a block has one piece of a sample's positions and one tile of channels. Its threads form lines. A thread has N = WIDE
 // neighbouring channels (16 bytes), and its line's positions of the piece: line l of `part.lines` has the positions l, l + lines, and so
-// on. `Slots` has two sums of each thread and channel in shared memory. Its `join_lines` joins those of the lines of each channel, its
-// `for_each_group` those of the channels of each group. ALIGNED: the number of channels is a multiple of WIDE, and all
+// on. `Slots` has two numbers of each line and channel in shared memory. Its `join_lines` joins those of a channel's lines, its
+// `for_each_group` those of a group's channels. ALIGNED: the number of channels is a multiple of WIDE, and all
 // tensors begin at multiples of 16 bytes (`are_wide`), so a thread loads its channels at once. BATCH: the number of positions whose loads
 // overlap. `keep_narrow` keeps loaded f16 and bf16 values in 16 bits until they are used. `part.valid` is the number of channels that the
 // thread has, 0 for a surplus thread; `size.width()` is the number of channels of a group.

@@ -223,7 +223,7 @@ pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<
             let message = format!("found {} vectors, expected {}", vectors.len(), gradients.len());
             return Err(tc::Error::argument("set_gradient_vectors", message));
         }
-        // The vectors in `gradients` share the storage of the gradients, so the copies overwrite the gradients themselves.
+        // The vectors in `gradients` share the gradients' storage, so the copies overwrite the gradients themselves.
         gradients.iter().zip(&vectors).try_for_each(|(gradient, vector)| compute::copy_into(gradient, vector.raw()))
     })
 }

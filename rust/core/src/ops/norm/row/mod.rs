@@ -166,8 +166,8 @@ impl<'a> RowNorm<'a> {
                 op: info.name,
                 kind: self.kind,
                 size: self.size,
-                // Inputs 0 and 1 are `x` and the scale; without a scale, input 1 is the shift. The gradient of the shift
-                // needs no saved values.
+                // Inputs 0 and 1 are `x` and the scale; without a scale, input 1 is the shift. The gradient of the
+                // shift needs no saved values.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
                 affine: self.affine.save(saver, self.kind.is_recomputed()),
