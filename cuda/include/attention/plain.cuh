@@ -4,10 +4,12 @@
 // scores. `VisibleKeys` tells which keys a query sees, and how many heads of queries share a head of keys (group).
 // `Task` (shape.cuh) is the work of a block: the tile `tile` of the head `head` of `batch`; `index` counts the heads over (batch, heads).
 // `HAS_SPANS` of `VisibleKeys` is false if a query sees all keys that `AttentionShape` allows; then `first_key` is 0 for every query.
+// `query_end` is the end (exclusive) of the queries that see a key, without regard to `is_causal`.
 #pragma once
 
 #include "shape.cuh"
 
+// A tile is as wide as a warp: where a warp handles a row of a tile, each lane has one column.
 constexpr int PLAIN_TILE = 32, PLAIN_COLUMNS = 64, PLAIN_THREADS = 256;
 // A block's threads form a square: thread (y, x) is in row y and column x, both below `PLAIN_SIDE`.
 constexpr int PLAIN_SIDE = 16, PLAIN_WARPS = PLAIN_THREADS / WARP;
@@ -148,6 +150,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     for (uint32_t key = visible.first_key(first); key < seen; key += PLAIN_TILE) {
         R scores[2][2];
         plain_scores(scores, queries, first, keys, key, mask, task, shape, visible, left, right);
+        // `weights` holds the scores until the loop over `row` replaces them by weights.
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < 2; j++) weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = scores[i][j];
         load_panel(panel, values, key, column);
@@ -172,6 +175,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
         add_panel<false>(sum, weights, panel);
         __syncthreads();
     }
+    // Without any key, no barrier of the loop separates the initial `total` from the reads below.
     __syncthreads();
     for (int i = 0; i < 2; i++) {
         const R row_total = total[y + i * PLAIN_SIDE];
@@ -206,8 +210,8 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
-    // The rows that the loop reads: for the gradient of q, the keys from the first to the last that a query of the tile sees; otherwise
-    // the queries from the first to the last that see a key of the tile.
+    // The rows that the loop over `other` reads, a tile at a time: for the gradient of q, the keys from the first to the last that a query of
+    // the block's tile sees; otherwise the queries from the first to the last that see a key of the block's tile.
     uint32_t begin = 0, end = QUERIES ? shape.keys : visible.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
     if (QUERIES) begin = visible.first_key(first);

@@ -67,6 +67,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
     // The first of the named barriers for the groups' turns, and the first of those for a group alone; each group has one of both kinds.
+    // Named barrier 0 is that of __syncthreads.
     static constexpr int TURN = 1, ALONE = 1 + GROUPS;
 
     const AttentionForwardMaps &maps;
@@ -101,7 +102,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
 
     // Copies the tiles of all items of the block; one thread calls this. `tile` is the position among the two tiles of queries in shared
     // memory, `ring` the position among the two tiles of keys and the two of values. A position has a `stage`, which of the two tiles is in
-    // use, and the `parity` of its barriers' current phase.
+    // use, and the `parity` of its barriers' current phase. Before the first use of a tile, a wait with `parity ^ 1` passes
+    // at once: the tile is empty although no group has released it.
     __device__ __forceinline__ void copy() const {
         typename Source::Walk walk(source);
         Span span;
@@ -122,7 +124,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             // The head of keys and values, which several heads of queries may share.
             const Task of_keys = source.of_keys(task);
             barrier_expect(q_full, Q_BYTES);
-            // A tile of queries is stored as a tile of 64 rows for each group.
+            // A tile of queries is stored as a tile of 64 rows for each group. The last two template arguments of `fetch_rows` are the
+            // number of rows to copy and the number of rows of the tile in shared memory.
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
@@ -183,7 +186,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             if constexpr (Source::IS_QUEUE) {
                 visible.hide(scores, (span.end - 1) * KEYS);
             } else if (span.end * KEYS > shape.keys) {
-                // The key of this thread's first score.
+                // The key of this thread's first score. Of every 8 keys, the thread has two neighbouring ones, each for its two rows.
                 const uint32_t key = (span.end - 1) * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++)
@@ -239,6 +242,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     // Writes the group's results and log-sums of an item, or its rows of a part if the item is split.
     __device__ __forceinline__ void finish(const Span &span, int group, RowWeights &rows, float (&result)[D / 2], float *log_sums,
                                            float *parts) const {
+        // The thread's two rows within the item's tile of queries are `row` and `row` + 8. Each warp of the group has 16 rows.
         const int lane = threadIdx.x % WARP, row = group * 64 + threadIdx.x / WARP % 4 * 16 + lane / 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -264,6 +268,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
                 log_sums[uint64_t(task.index) * shape.queries + first + row + 8 * r] = rows.base[r] * LN_2 + logf(rows.sum[r]);
             // If no key is visible, the result is zero, not zero divided by zero.
             const float share = rows.sum[r] == 0.0f ? 0.0f : 1.0f / rows.sum[r];
+            // The elements of row r: two of every four.
 #pragma unroll
             for (int i = 0; i < D / 4; i++) result[i / 2 * 4 + i % 2 + 2 * r] *= share;
         }

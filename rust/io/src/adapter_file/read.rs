@@ -37,7 +37,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     // A map whose keys are all names that a module may have in a file. A value has the index of the module's part
     // (`part`) and its layers (`layers`), each with a form that tells which rows of the module are the layer's.
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
-    let magnitudes_are_divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
+    let (mark_name, mark_value) = magnitude::MARK;
+    let magnitudes_are_divided = contents.metadata.get(mark_name).is_some_and(|value| value == mark_value);
     let trained_alphas = alpha::trained(&contents.metadata);
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
     let mut unplaced: Vec<&String> = Vec::new();
@@ -48,6 +49,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         };
         let part = &parts[place.part];
         for &(layer, form) in &place.layers {
+            // Always found: `places` has only layers of `parts`.
             let base = part.layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
             let Some(base) = base else { continue };
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
@@ -88,8 +90,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// The largest number of unknown keys that the error message names, and asks the user to remove. If a file has more unknown keys,
-/// the message says that the file is for another model.
+/// The largest number of unknown keys that the error message names, and asks the user to remove. If a file has more
+/// unknown keys, the message says that the file is for another model.
 const MOST_UNKNOWN: usize = 3;
 
 /// The error message for a file in which the keys `unknown` belong to none of the parts `requested`.

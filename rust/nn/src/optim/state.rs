@@ -233,7 +233,8 @@ pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
     }
 }
 
-/// Makes a state dict. `lrs` has the learning rate of each group, `seed` is the seed of stochastic rounding.
+/// Makes a state dict, to which the caller adds the states that belong to no parameter. `lrs` has the learning rate of
+/// each group, `seed` is the seed of stochastic rounding.
 pub(super) fn to_dict(
     name: &'static str,
     parameters: &[&Parameter],
@@ -271,8 +272,8 @@ pub(super) struct Loaded {
     pub(super) seed: Option<u64>,
 }
 
-/// Reads a state dict. `specs` has the states of each parameter; `rounds` says whether the optimizer rounds
-/// stochastically.
+/// Reads a state dict, from which the caller has removed the states that belong to no parameter. `specs` has the states
+/// of each parameter; `rounds` says whether the optimizer rounds stochastically.
 ///
 /// Returns an error if the states were saved by another kind of optimizer or with other rounding, if an entry is
 /// missing or not expected, if it has another dtype or shape, or if a number of steps is negative.

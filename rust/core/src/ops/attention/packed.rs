@@ -116,10 +116,10 @@ impl Packed {
         Ok(Self { parts, heads, result: [batch, queries, width], attention })
     }
 
-    /// Part `index` of the `parts` that lie side by side in `packed`: a view (batch, heads, length, width of a head).
-    fn part(&self, packed: &Raw, index: usize, parts: usize) -> Result<Raw> {
+    /// Part `index` of the `parts` that lie side by side in `tensor`: a view (batch, heads, length, width of a head).
+    fn part(&self, tensor: &Raw, index: usize, parts: usize) -> Result<Raw> {
         let [batch, _, width] = self.result;
-        let by_head = packed.reshape((batch, packed.dims()[1], parts * self.heads, width / self.heads))?;
+        let by_head = tensor.reshape((batch, tensor.dims()[1], parts * self.heads, width / self.heads))?;
         Ok(by_head.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
     }
 
@@ -148,7 +148,7 @@ impl Packed {
             cuda => {
                 let mut parts = [None, None, None];
                 for (part, place) in parts.iter_mut().zip(places) {
-                    *part = place.map(|(packed, index, count)| self.part(packed, index, count)).transpose()?;
+                    *part = place.map(|(tensor, index, count)| self.part(tensor, index, count)).transpose()?;
                 }
                 let parts = parts.each_ref().map(Option::as_ref);
                 super::cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)
@@ -157,12 +157,12 @@ impl Packed {
                 let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
                 let [batch, _, width] = self.result;
                 for (place, part) in places.into_iter().zip(grads) {
-                    if let (Some((packed, index, _)), Some(part)) = (place, part) {
+                    if let (Some((tensor, index, _)), Some(part)) = (place, part) {
                         // The heads of a token are adjacent in `part`, so the transpose is contiguous already and is
                         // not copied.
                         let tokens = compute::contiguous(&part.transpose(1, 2)?)?;
-                        let tokens = tokens.reshape((batch, packed.dims()[1], width))?;
-                        compute::copy_into(&packed.narrow(2, index * width, width)?, &tokens)?;
+                        let tokens = tokens.reshape((batch, tensor.dims()[1], width))?;
+                        compute::copy_into(&tensor.narrow(2, index * width, width)?, &tokens)?;
                     }
                 }
                 Ok(())

@@ -157,6 +157,7 @@ pub fn launch(
         settings: groups.settings_from(op, first_group)?,
         coefficients: groups.coefficients_from(op, first_group)?,
         shared: optional_output(op, shared)?,
+        // Bits 0 to 2 of the kernels' flags.
         flags: u32::from(call.zero_grads) | u32::from(call.is_first) << 1 | u32::from(call.is_last) << 2,
         state1: state(0)?,
         state2: state(1)?,
@@ -164,6 +165,7 @@ pub fn launch(
         state4: state(3)?,
         state5: state(4)?,
     };
+    // The name of a kernel for all variables has no dtypes.
     let (blocks, dtypes) = if call.is_single { (1, &[][..]) } else { (table.count, table.known.dtypes) };
     let shape = Shape::linear(op, blocks, THREADS)?;
     // `call.kernel` is the whole name, except for the dtypes, so nothing is added to it.
