@@ -19,7 +19,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Allocate `size` zero bytes. A device must be current on this thread.
+    /// Allocate `size` bytes, all of them 0. A device must be current on this thread.
     ///
     /// # Errors
     /// The driver's error.

@@ -38,7 +38,8 @@ fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor>
 type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
 /// The functions, each with the role of its second tensor. The last arguments of `scaled_dot_product_attention` mean no
-/// causal mask and the default scale; the bool of `rope` and `rms_norm_rope` chooses interleaved pairs of features.
+/// causal mask and the default scale; the bool of `rope` and `rms_norm_rope` chooses interleaved pairs of features. The
+/// `None` of `rms_norm_rope` means a norm without a scale.
 const FUNCTIONS: [(&str, Function); 16] = [
     ("factor", |x, v| x.mul(v)),
     ("addend", |x, v| x.add(v)),

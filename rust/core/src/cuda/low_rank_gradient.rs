@@ -86,16 +86,16 @@ impl<'a> Gradient<'a> {
         if !is_half || sum.dtype() != DType::F32 || !sum.is_contiguous() || a.rank() != 2 || b.rank() != 2 {
             return Ok(None);
         }
+        // `a` is (m, k), `b` is (k, n), and the sum is (m, n).
         let plan = Plan::of(OP, a, b)?;
         check_destination(OP, &plan, sum, dtype)?;
         same_device(OP, sum, &[a, b])?;
         // The kernel takes two matrices that have a row for each of the `plan.k` summands: the transpose of `a`, whose
         // strides are those of `a` exchanged, and `b`.
-        let (&[m, n], Some(a_row), Some(b_row)) = (
-            &[plan.m, plan.n],
-            row_distance([a.stride()[1], a.stride()[0]]),
-            row_distance([b.stride()[0], b.stride()[1]]),
-        ) else {
+        let (m, n) = (plan.m, plan.n);
+        let (Some(a_row), Some(b_row)) =
+            (row_distance([a.stride()[1], a.stride()[0]]), row_distance([b.stride()[0], b.stride()[1]]))
+        else {
             return Ok(None);
         };
         let is_narrow = |ranks: usize| ranks.is_multiple_of(RANKS) && (RANKS..=MOST_RANKS).contains(&ranks);

@@ -37,6 +37,7 @@ pub fn bus_id(device: &Device) -> Result<String> {
 }
 
 /// How a device reads the memory of the device whose address on the bus is `bus_id`; see [`crate::device::link`].
+/// `None` if this process does not see that device, or if both are the same device.
 ///
 /// # Errors
 /// As [`bus_id`].

@@ -294,8 +294,11 @@ fn misread_alphas(
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
         let place = places.get(module).filter(|place| place.part == part)?;
-        let (layer, kohya) = (place.layers[0].0, matches!(place.style, Style::KohyaOriginal | Style::Kohya));
-        stored.alpha.filter(|_| kohya && stored.parameters.contains_key("lora_A.weight")).map(|alpha| (layer, alpha))
+        // No layers are joined here, so the module has one layer.
+        let (layer, _) = place.layers[0];
+        let is_lora_of_kohya = matches!(place.style, Style::KohyaOriginal | Style::Kohya)
+            && stored.parameters.contains_key("lora_A.weight");
+        stored.alpha.filter(|_| is_lora_of_kohya).map(|alpha| (layer, alpha))
     });
     let alphas: Vec<(&str, f64)> = alphas.collect();
     let common = alpha::most_common(alphas.iter().map(|(_, alpha)| *alpha))?;

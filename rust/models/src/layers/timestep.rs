@@ -103,8 +103,9 @@ impl TimestepEmbedding {
     /// As [`saved`](Self::saved), for a sample whose features are a matrix of `rows` rows.
     pub fn saved_rows(&self, rows: usize, saved: &mut Saved) {
         for layer in [&self.linear_1, &self.linear_2] {
-            let inputs = rows * layer.weight.dims()[1];
-            saved.linear(layer, (inputs, rows));
+            let in_features = layer.weight.dims()[1];
+            // The number of input values of all rows, and the number of rows.
+            saved.linear(layer, (rows * in_features, rows));
         }
     }
 }

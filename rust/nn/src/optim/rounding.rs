@@ -68,7 +68,8 @@ impl Bits {
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
     let exact = value.to_bits();
-    // Bit 22 keeps the mantissa of a NaN from becoming zero.
+    // bf16 drops the lower 16 bits of f32. A carry from their sum with the random bits selects the neighbour of larger
+    // magnitude. Bit 22 keeps the mantissa of a NaN from becoming zero, which would mean infinity.
     let wide = if value.is_finite() { exact + (bits & 0xffff) } else { exact | (u32::from(value.is_nan()) << 22) };
     bf16::from_bits((wide >> 16) as u16)
 }

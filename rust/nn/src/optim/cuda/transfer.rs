@@ -44,7 +44,7 @@ pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     }
 }
 
-/// Copies the elements of `data` in the range `part` to `device`.
+/// Copies the elements of `data` in the range `part` to `device`. The values are never f64 (see [`host_zeros`]).
 pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {
