@@ -6,7 +6,8 @@
 // piece. The split depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
-// and the launch of a kernel over the tensor is
+// where 320 is the maximum number of threads of a block. A thread gets about 8 positions, or more where the grid would otherwise have more
+// than 256 blocks. And the launch of a kernel over the tensor is
 //     block 32 ceil(columns lines / 32), grid (batch * pieces, tiles), no dynamic shared memory.
 // Any number of pieces from 1 to positions, and any number of lines from 1 to 320 / columns, gives correct results.
 #pragma once

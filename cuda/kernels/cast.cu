@@ -16,14 +16,15 @@
 template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
 template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
-// Converts a floating-point number to the integer type D by the rule above. In this file, D is the type of results, and S that of x.
+// Converts a floating-point number to the integer type D by the rule above. R is f32 or f64: f16 and bf16 are widened to f32 before.
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
     // R(HIGH) may be rounded up, to a number above HIGH. But the next smaller number of type R is at most HIGH, so the last conversion gets
     // only numbers within the range of D. R(LOW) is exact.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 
-// Converts any x. `widen` converts 16-bit floating-point types to the type Acc of their arithmetic, f32; `narrow` rounds to D.
+// Converts any x from its type S to the type D of the result. `widen` converts 16-bit floating-point types to the type Acc of their
+// arithmetic, f32; `narrow` rounds to D.
 template <typename D, typename S> __device__ __forceinline__ D cast(S x) {
     if constexpr (!std::is_integral_v<D>) return narrow<D>(static_cast<Acc<D>>(x));
     else if constexpr (std::is_integral_v<S>) return static_cast<D>(x);

@@ -70,8 +70,10 @@ fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
         let turned =
             text(inputs.iter().map(|t| turned_view(t).and_then(|v| v.contiguous())).collect::<Result<Vec<_>>>())?;
         let (_, found) = text(value_and_gradients(&through_views, &turned)).map_err(about)?;
-        let (_, expected) =
-            text(value_and_gradients(&through_views, &text(turned.iter().map(on_cpu).collect::<Result<Vec<_>>>())?))?;
+        let (_, expected) = text(value_and_gradients(
+            &through_views,
+            &text(turned.iter().map(in_f64_on_the_cpu).collect::<Result<Vec<_>>>())?,
+        ))?;
         for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
             close(&format!("{} gradient of view {index}", dtype.as_str()), found, expected, 4.0 * tolerance)?;
         }
@@ -79,7 +81,7 @@ fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
     Ok(())
 }
 
-fn on_cpu(x: &Tensor) -> Result<Tensor> {
+fn in_f64_on_the_cpu(x: &Tensor) -> Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }
 
@@ -305,14 +307,14 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
 #[ignore = "needs a CUDA device"]
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
     let train = |device: &Device, dtype: DType, factors: DType| -> Result<Vec<Vec<f64>>> {
-        let (layers, rows, inner, rank) = (6, 130, 72, 8);
+        let (layers, rows, features, rank) = (6, 130, 72, 8);
         let initial: Vec<Tensor> = (0..layers)
-            .flat_map(|i| [([rank, inner], i), ([inner, rank], i + 50)])
+            .flat_map(|i| [([rank, features], i), ([features, rank], i + 50)])
             .map(|(dims, seed)| exact(&dims, seed, factors, device))
             .collect();
         let vars = FlatBuffer::new(&initial)?.vars().to_vec();
-        let base: Vec<Tensor> = (0..layers).map(|i| exact(&[inner, inner], i + 99, dtype, device)).collect();
-        let inputs: Vec<Tensor> = (0..layers).map(|i| exact(&[rows, inner], i + 7, dtype, device)).collect();
+        let base: Vec<Tensor> = (0..layers).map(|i| exact(&[features, features], i + 99, dtype, device)).collect();
+        let inputs: Vec<Tensor> = (0..layers).map(|i| exact(&[rows, features], i + 7, dtype, device)).collect();
         for _ in 0..2 {
             let mut loss = Tensor::zeros((), dtype, device)?;
             for i in 0..layers {
@@ -323,7 +325,7 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
             }
             loss.backward()?;
         }
-        let grad_output = exact(&[rows, inner], 5, dtype, device);
+        let grad_output = exact(&[rows, features], 5, dtype, device);
         let many: Vec<LoraLayer<'_>> = (0..layers)
             .map(|i| LoraLayer {
                 grad_output: &grad_output,

@@ -17,7 +17,10 @@ constexpr int WARPGROUP = 128;
 // uniform registers, not one register per lane.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// The upper half of a tile's descriptor: 128-byte swizzle, and 1024 bytes from each group of eight rows to the next.
+// A descriptor (64 bits) says where `wgmma` finds an operand in shared memory. Its addresses and distances are in units of 16 bytes, hence
+// the shifts by 4. The lower half has the address (18 bits, without the last 4) from bit 0 on, and the distance between panels from bit 16
+// on. The upper half has the distance between groups of eight rows from bit 0 on, and the kind of swizzle in its two highest bits.
+// The upper half of a tile's descriptor: 128-byte swizzle (1), and 1024 bytes from each group of eight rows to the next.
 constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
 
 // The lower half of the descriptor of an operand at `address`, for a product whose sum runs over the rows of the operand's tile. The tile's
@@ -54,6 +57,7 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
 // arguments are the lower halves of their descriptors. A_ACROSS is 1 if the product sums over the rows of the tile of `a`, and 0 if it sums
 // over the columns; B_ACROSS says the same of `b`.
 // multiply_held computes sum += a @ b with `a` in registers; it sums over the rows of the tile of `b`.
+// The value of the first argument has no meaning: its type chooses between f16 and bf16.
 // The parameters A to F of the macro are the numbers of the `asm` operands after the accumulators. The last numbers of an instruction are
 // whether it adds to the sum, the signs of `a` and `b` (1: not negated), and, for each operand in shared memory, A_ACROSS or B_ACROSS. In
 // multiply_first, the predicate `add` (0 != 0) is false, so the instruction overwrites the sum.
@@ -111,7 +115,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[N], uint32_t a, uint3
     multiply_first<0, 0>(T(), sum, left, right);
 #pragma unroll
     for (int k = 1; k < D / 16; k++) {
-        // Where the 16 columns begin in a row of their panel, in bytes.
+        // Where the 16 columns begin in a row of their panel, in bytes. A panel has the columns of four products.
         const uint32_t column = k % 4 * 32;
         multiply_next<0, 0>(T(), sum, later(left, k / 4 * A_ROWS * ROW_BYTES + column),
                                     later(right, k / 4 * B_ROWS * ROW_BYTES + column));
@@ -137,6 +141,9 @@ template <typename T, int N> __device__ __forceinline__ void narrow_sums(uint32_
 // Writes narrowed accumulators to the first 16 * STEPS columns of 64 rows of a tile of `ROWS` rows. `rows` is the address of the first row.
 template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint32_t rows, const uint32_t (&narrow)[STEPS][4]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+    // `stmatrix` stores four matrices of 8 rows and 8 columns. Lanes 8 * i to 8 * i + 7 give the addresses of the rows of matrix i, which
+    // comes from the registers narrow[k][i]: the upper and the lower half of the warp's 16 rows, first for the left 8 columns, then for the
+    // right 8. `step_columns` moves an address by 16 * k columns.
     const uint32_t first = unknown(rows + chunk_offset<ROWS>(warp * 16 + lane % 16, lane / 16));
 #pragma unroll
     for (int k = 0; k < STEPS; k++)

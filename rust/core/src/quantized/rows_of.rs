@@ -146,8 +146,8 @@ impl Quantized {
             Scales::Ggml(format) => Scales::Ggml(*format),
             Scales::Nf4(_) | Scales::Nested { .. } => return Ok(None),
         };
-        let bytes = part.codes.elem_count() / part.rows.max(1);
-        let codes = pick(&part.codes.reshape((part.rows, bytes))?)?;
+        let row_bytes = part.codes.elem_count() / part.rows.max(1);
+        let codes = pick(&part.codes.reshape((part.rows, row_bytes))?)?;
         let dims = [count, self.dims[1]];
         Ok(Some(Self::of_parts(dims, self.dtype, [Part { rows: count, codes, scales }].into())))
     }

@@ -73,6 +73,7 @@ impl Common {
     }
 
     /// For a layer without a rank: the number by which the factor [`FOLDED`] is multiplied when peft's file is written.
+    /// When peft multiplies by its alpha / r, the layer's own scale results.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
         let (rank, alpha) = self.rank_and_alpha(layer);
         layer.settings.scale * rank as f64 / alpha
@@ -121,6 +122,7 @@ pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Ma
             "peft_type": "LOKR",
             "alpha": common.alpha,
             "decompose_both": set.config().decompose_both,
+            // -1 lets peft choose the sizes of the factors.
             "decompose_factor": set.config().decompose_factor.map_or(json!(-1), |factor| json!(factor)),
         }),
         other => json!({"peft_type": other.to_uppercase(), "alpha": common.alpha}),

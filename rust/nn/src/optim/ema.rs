@@ -120,6 +120,7 @@ impl EMA {
         };
         // A graph must not contain `set_weight`, because each call has another weight. If a captured function calls
         // `update`, `before_replay` calls `set_weight` before the call that records the graph, and before every replay.
+        // Outside of captured functions it does nothing.
         if !is_capturing() {
             set_weight()?;
         }

@@ -28,8 +28,9 @@ const MIN_CHANNELS: usize = 16;
 /// The minimum number of multiply-adds of a task; for fewer, the cost of a separate task is too high.
 const MIN_WORK: usize = 1 << 18;
 
-/// A convolution: target(position) = Σ weight(tap) · source(position · step + offset of the tap), summed over the
-/// kernel taps and the source channels of the group. Outside of its bounds, the source counts as zero.
+/// A convolution: target(position) = Σ weight(tap) · source(i · step + offset of the tap), summed over the kernel taps
+/// and the source channels of the group. Here i is the index of the target position in its phase: along each axis, the
+/// position is first + i · stride. Outside of its bounds, the source counts as zero.
 pub(in crate::ops::conv) struct Stencil {
     pub batch: usize,
     pub groups: usize,
@@ -60,6 +61,7 @@ impl Stencil {
     /// Makes the stencil of the forward pass: from the image to the result.
     pub fn forward(geometry: &Geometry) -> Self {
         let options = &geometry.options;
+        // Of the vertical direction (i = 0) or the horizontal one (i = 1). The only phase has all target positions.
         let axis = |i: usize| Axis {
             first: 0,
             stride: 1,
@@ -88,6 +90,7 @@ impl Stencil {
     /// the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
+        // Of direction i, for the phase with the target positions `first`, `first + stride`, and so on.
         let axis = |i: usize, first: usize| {
             let stride = options.stride[i];
             let offset = |k: usize| (first + options.padding[i]) as isize - (k * options.dilation[i]) as isize;
@@ -104,6 +107,7 @@ impl Stencil {
             }
         };
         let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
+        // The first target positions of the phases in direction i.
         let firsts = |i: usize| 0..options.stride[i].min(geometry.input[i]);
         Self {
             batch: geometry.batch,
@@ -133,7 +137,8 @@ impl Stencil {
 }
 
 impl WeightStrides {
-    /// The strides that the forward and the transposed stencil share; `target` and `source` are zero.
+    /// The strides that the forward and the transposed stencil share; `target` and `source` are zero. The distance
+    /// between neighbouring output channels is `row_len`.
     fn of(geometry: &Geometry) -> Self {
         let width = geometry.channels_per_group();
         let group = geometry.out_channels_per_group() * geometry.row_len();
@@ -192,15 +197,16 @@ impl Phase<'_> {
         let blocks: SmallVec<[Range<usize>; 8]> = self.blocks().collect();
         let panels = self.rows().div_ceil(self.shape.rows);
         let shared = SharedMut::new(&mut packed.spare_capacity_mut()[..len]);
+        let panel_len = len / (self.stencil.groups * panels).max(1);
         // To pack an element counts as much work as 16 multiply-adds.
         // `grain` is the number of panels of a task.
-        let grain = (MIN_WORK / 16 / (len / (self.stencil.groups * panels).max(1)).max(1)).max(1);
+        let grain = (MIN_WORK / 16 / panel_len.max(1)).max(1);
         par_ranges(self.stencil.groups * panels, grain, |range| {
             for index in range {
                 let (group, row) = (index / panels, index % panels * self.shape.rows);
                 let rows = self.shape.rows.min(self.rows() - row);
                 for block in &blocks {
-                    let step = packed_len(self.shape, Along::Rows, rows, block.len());
+                    let tap_len = packed_len(self.shape, Along::Rows, rows, block.len());
                     let mut at = self.packed_at(group, block, row);
                     for (line, _) in &self.axes[0].taps {
                         for (column, _) in &self.axes[1].taps {
@@ -212,12 +218,12 @@ impl Phase<'_> {
                             // SAFETY: the slice belongs to this panel, block and kernel tap alone; the strides stay
                             // inside of the weight.
                             unsafe {
-                                let dst = shared.slice(at..at + step).as_mut_ptr().cast();
+                                let dst = shared.slice(at..at + tap_len).as_mut_ptr().cast();
                                 let ptr = weight.as_ptr().wrapping_add(tap_start);
                                 let src = Side { ptr, outer: strides.target, inner: strides.source };
                                 pack(dst, self.shape, Along::Rows, src, rows, block.len());
                             }
-                            at += step;
+                            at += tap_len;
                         }
                     }
                 }
@@ -244,8 +250,10 @@ impl Phase<'_> {
         // A task is a rectangle of one image, for one group. If that gives too few tasks, `splits` divides its panels.
         let tasks = rects.len() * batch * groups;
         let splits = splits(tasks, panels);
+        // `work` counts multiply-adds; `grain` is the number of tasks that a thread takes at a time.
         let work = self.taps() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
-        let grain = (MIN_WORK / (work / (tasks * splits).max(1)).max(1)).max(1);
+        let task_work = work / (tasks * splits).max(1);
+        let grain = (MIN_WORK / task_work.max(1)).max(1);
         par_ranges(tasks * splits, grain, |range| {
             for index in range {
                 let (index, split) = (index / splits, index % splits);
