@@ -88,6 +88,7 @@ fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32>
 
 /// `n` uniform f32 values in [0, 1).
 pub fn uniform_vec(n: usize) -> Vec<f32> {
+    // `advance` moves the generator past these blocks of four words, and returns the state before them.
     fill(advance(n.div_ceil(4) as u64), n, |bits| bits.map(fraction))
 }
 

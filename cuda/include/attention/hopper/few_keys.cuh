@@ -22,7 +22,7 @@ struct AttentionFewKeysMaps {
 };
 
 // What both passes have in common. A stage has a tile of q and, if `INPUTS` is 2 (the backward pass), a tile of d_o for the same queries.
-// The heads have the width D.
+// Tiles have D columns. Heads may be narrower (`shape.width`); the copies fill the other columns with zeros.
 template <int INPUTS, int STAGES> struct FewKeys {
     static constexpr int STAGE_COUNT = STAGES, D = 64, GROUPS = 2, ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int KEY_BYTES = tile_bytes<D>(FEW_KEYS), ROWS_BYTES = tile_bytes<D>(ROWS), STAGE_BYTES = INPUTS * ROWS_BYTES;
@@ -59,7 +59,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
     }
 
     // Starts all copies of the block's work, in the order in which the groups read the tiles. The template arguments of `fetch_rows` are
-    // the width, the number of rows to copy and the number of rows of the tile, here the same number.
+    // the width, the number of rows to copy and the number of rows of the tile, here the same number. In the first round through a ring,
+    // the waits for EMPTY return at once: the parity is that of the phase before the barrier's first one, which counts as ended.
     __device__ __forceinline__ void copy() const {
         ScheduleWalk walk(schedule);
         Span span;
@@ -170,6 +171,8 @@ template <typename T> struct FewKeysForward : FewKeys<1, 6> {
                 // `weights` are first the scores q kᵀ, then the exponentials. `base` and `sum` are for the two rows of this thread: the
                 // largest score times `scale`, which is subtracted from the exponents, and the sum of the exponentials.
                 barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
+                // Between `begin_products` and `end_products`, a set of asynchronous products starts. `wait_for_products<0>` waits until
+                // no set is unfinished.
                 begin_products();
                 // The group's 64 rows of the tile of queries take RESULT_BYTES, as a tile of its results does.
                 multiply_rows<T, D, ROWS, FEW_KEYS>(weights, shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, k);

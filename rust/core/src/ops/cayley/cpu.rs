@@ -55,7 +55,8 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
 }
 
 /// Solves the system by Gauss-Jordan elimination. Afterwards the right half of `system` has D, and the left half is not
-/// valid. All pivots are at least 1, so rows are not exchanged.
+/// valid. Rows are not exchanged, because all pivots are at least 1: the symmetric part of I + Q is I, and elimination
+/// keeps the symmetric part of the remaining matrix at I plus a positive semidefinite matrix.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;
