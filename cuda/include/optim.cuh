@@ -129,9 +129,9 @@ struct Stochastic {
         const uint4 pair = words[number / 2];
         const uint32_t word = k == 0 ? pair.x : k == 1 ? pair.y : k == 2 ? pair.z : pair.w;
         const uint32_t random = word >> (number % 2 == 0 ? 0 : 16) & 0xffffu;
-        const uint32_t found = __float_as_uint(value);
-        const bool finite = (found & 0x7f800000u) != 0x7f800000u;
-        const uint32_t sum = finite ? found + random : found | (isnan(value) ? 1u << 22 : 0u);
+        const uint32_t bits = __float_as_uint(value);
+        const bool finite = (bits & 0x7f800000u) != 0x7f800000u; // the exponent bits are all 1 in infinities and NaN
+        const uint32_t sum = finite ? bits + random : bits | (isnan(value) ? 1u << 22 : 0u);
         return __ushort_as_bfloat16(static_cast<unsigned short>(sum >> 16));
     }
 };
@@ -145,10 +145,10 @@ struct RoundStochastically {
     const Settings *settings;
     const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
-    // For the four elements from element `index` of `piece` on. `number` is the index of the piece in the list of pieces.
-    __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
-        const Settings &of = settings[piece.group];
-        return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};
+    // For the four elements from element `index` of `piece` on. `piece_index` is the index of the piece in the list of pieces.
+    __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t piece_index, uint32_t index) const {
+        const Settings &group = settings[piece.group];
+        return {group.seed, group.step, static_cast<uint64_t>(firsts[piece_index]) * STATE_BLOCK + index};
     }
 };
 
@@ -184,7 +184,8 @@ template <typename P, typename G, typename C> struct Buffers {
         copy = reinterpret_cast<C *>(__ldg(words + 2));
     }
 
-    // Whether, in each vector that is not null, one access can take four elements of a piece that begin at a multiple of four.
+    // Whether, in each vector that is not null, one access can take four elements of the piece, if the index of their first one in the
+    // piece is a multiple of four.
     __device__ __forceinline__ bool is_wide(const Piece &piece) const {
         return is_quad_aligned(params + piece.start) && is_quad_aligned(grads + piece.start) &&
                (copy == nullptr || is_quad_aligned(copy + piece.start));
@@ -229,9 +230,10 @@ __device__ void clear_grads(const Buffers<P, G, C> &buffers, const Piece &piece,
 
 // Lion's update: `p` decayed, then moved by the step size against the sign of `direction`. The compiler does not fuse these intrinsics
 // to a multiply-add, so the result is rounded as on the CPU.
-__device__ __forceinline__ float lion_descend(const Coefficients &at, float p, float direction) {
-    const float decrease = direction > 0.0f ? at.step_size : 0.0f, increase = direction < 0.0f ? at.step_size : 0.0f;
-    return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), decrease), increase);
+__device__ __forceinline__ float lion_descend(const Coefficients &coefficients, float p, float direction) {
+    const float decrease = direction > 0.0f ? coefficients.step_size : 0.0f;
+    const float increase = direction < 0.0f ? coefficients.step_size : 0.0f;
+    return __fadd_rn(__fsub_rn(__fmul_rn(p, coefficients.decay), decrease), increase);
 }
 
 // Calls the macro `DEFINE(suffix, type of the gradients, type of the copy)` for the pairs of types that a step may have.

@@ -15,8 +15,8 @@ use crate::raw::storage_identity;
 use crate::rng::state::State;
 use crate::{Error, Raw, Result, capture};
 
-/// If a generator's position now minus an earlier position, modulo 2^64, is below this number, the generator has
-/// advanced or stayed; otherwise the generator was set back.
+/// If a generator's position (`State::offset`) now minus an earlier position, modulo 2^64, is below this number, the
+/// generator has advanced or stayed; otherwise the generator was set back.
 pub const FORWARD: u64 = 1 << 63;
 
 /// The state of the capture on this thread.
@@ -25,7 +25,7 @@ struct Current {
     generator: Address,
     /// The generator's state at which the capture began.
     start: State,
-    /// The tensors that the graph reads or writes, by storage.
+    /// The tensors that the graph reads or writes, by the address of their storage on the host.
     held: FxHashMap<usize, Raw>,
     /// The owners of the host memory that the graph reads or writes.
     sources: Vec<Arc<dyn Any + Send + Sync>>,
@@ -104,7 +104,8 @@ pub fn hold(tensor: &Raw, address: Address) {
     }
     CURRENT.with_borrow_mut(|current| {
         if let Some(current) = current {
-            current.held.entry(storage_identity(tensor).0).or_insert_with(|| tensor.clone());
+            let (storage_address, _size) = storage_identity(tensor);
+            current.held.entry(storage_address).or_insert_with(|| tensor.clone());
         }
     });
 }

@@ -104,13 +104,13 @@ pub(super) fn sum<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::ZERO, f, add)
 }
 
-/// The largest value of `f` over a row, ignoring NaN; negative infinity if all values are NaN or the row is empty.
+/// The largest value of `f` over a row; negative infinity if the row is empty. A NaN may be ignored or be the result.
 #[inline(always)]
 pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::NEG_INFINITY, f, larger)
 }
 
-/// The largest element of a row, ignoring NaN; negative infinity if all elements are NaN or the row is empty.
+/// The largest element of a row; negative infinity if the row is empty. A NaN may be ignored or be the result.
 #[inline(always)]
 pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
     max_by(x, |x: T| x.to_acc())

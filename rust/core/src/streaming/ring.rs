@@ -122,7 +122,7 @@ impl Ring {
         // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of
         // batches.
         let pinned = held.len() * 7 / 10;
-        held[pinned..].iter_mut().for_each(|held| held.unpin(copier));
+        held[pinned..].iter_mut().for_each(|unit| unit.unpin(copier));
         // From now on, the copier allocates pageable memory, and its thread copies from there.
         copier.start_staging()?;
         Held::new(packing, Some(copier))
@@ -159,6 +159,7 @@ impl Ring {
             }
             Ok(())
         };
+        // Every process calls this after the shared memory is written.
         let attach = |pages: Pages| {
             let bytes: Box<dyn Fn(Range<usize>) -> Bytes> = if let Some(copier) = &self.copier {
                 let registered = copier.register(pages)?;

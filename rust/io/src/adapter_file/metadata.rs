@@ -38,8 +38,9 @@ pub(super) fn entries(
     }
     // Here `base` is the base model as other tools name it in metadata; models that those tools do not know have none.
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
-        let config = parts[0].1.config();
-        let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
+        let (_, first_set, first_layers) = &parts[0];
+        let config = first_set.config();
+        let kind = first_layers.first().map_or("lora", |layer| layer.kind.name);
         // The entries have one rank and one alpha for the whole file: those of the first layer with a rank. The rank in
         // the settings is 0 only if the adapter was read from a file without low-rank factors. OFT has no rank.
         let mut layers = parts.iter().flat_map(|(_, _, layers)| layers);

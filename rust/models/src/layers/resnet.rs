@@ -66,7 +66,9 @@ impl ResnetBlock {
         Ok(Self {
             norm1: weights.group_norm("norm1", channels, groups, eps)?,
             conv1: conv3x3("conv1", channels, out_channels, weights)?,
-            time_emb_proj: time_dim.map(|dim| weights.linear("time_emb_proj", dim, out_channels, true)).transpose()?,
+            time_emb_proj: time_dim
+                .map(|dim| weights.linear("time_emb_proj", dim, out_channels, /* bias: */ true))
+                .transpose()?,
             norm2: weights.group_norm("norm2", out_channels, groups, eps)?,
             conv2: conv3x3("conv2", out_channels, out_channels, weights)?,
             conv_shortcut: (channels != out_channels)
@@ -86,6 +88,7 @@ impl ResnetBlock {
             Some(project) => {
                 let embedding =
                     embedding.ok_or_else(|| Error::argument("ResnetBlock", "the timestep's embedding is missing"))?;
+                // (B, 1, 1, out_channels), which is added to every pixel.
                 let projected = project.forward(embedding)?.unsqueeze(1)?.unsqueeze(1)?;
                 self.conv1.forward_add(&self.norm1.forward_silu(x)?, &projected)?
             }
@@ -115,6 +118,7 @@ impl ResnetBlock {
         // Layers are counted with (number of their input values, number of pixels of their result). `cheap_conv` is for
         // convolutions whose input comes from a norm, which selective checkpointing recomputes.
         let inputs = area * channels;
+        // Full checkpointing does not recompute this block together with the previous one.
         let joins_previous = false;
         saved.block(area * own_channels.unwrap_or(channels), joins_previous, |saved| {
             // The input of the first norm.

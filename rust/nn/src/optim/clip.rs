@@ -111,7 +111,8 @@ pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error
         if error_if_nonfinite {
             check_finite(norm.item()?)?;
         }
-        rescale(CLIP_GRAD_NORM, params, Some(&clip), None)?;
+        let loss_scale = None;
+        rescale(CLIP_GRAD_NORM, params, Some(&clip), loss_scale)?;
         return Ok(norm);
     }
     let norm = host_norm(params, norm_type)?;

@@ -76,8 +76,9 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -
         if !item.grad.is_contiguous() {
             item.grad = own_copy(&item.grad)?;
         }
-        let key = (storage_identity(item.parameter.var.raw()).0, storage_identity(&item.grad).0);
-        let index = *index_of.entry(key).or_insert_with(|| {
+        let (var_storage, _size) = storage_identity(item.parameter.var.raw());
+        let (grad_storage, _size) = storage_identity(&item.grad);
+        let index = *index_of.entry((var_storage, grad_storage)).or_insert_with(|| {
             buckets.push(Bucket { items: Vec::new(), result: Ok(()) });
             buckets.len() - 1
         });
@@ -338,6 +339,7 @@ fn with_storages<C, D: Elem>(
         op,
         f: Cell::new(Some(|values: &mut CpuStorage, grads: &CpuStorage| {
             let (mut rest, grads) = (D::slice_mut(values)?, D::cpu_storage_as_slice(grads)?);
+            // `rest` begins at the element `position` of the values' storage.
             let mut position = 0;
             let mut parts = Vec::with_capacity(items.len());
             for item in items.iter() {
@@ -359,7 +361,7 @@ fn with_storages<C, D: Elem>(
 }
 
 /// Makes a closure an in-place operation of candle. Candle locks the storages of values and gradients and passes both
-/// to the closure.
+/// to the closure. The closure is in a `Cell`, because the call consumes it, and candle lends `self` only immutably.
 struct InPlace<F> {
     op: &'static str,
     f: Cell<Option<F>>,

@@ -1,4 +1,6 @@
-//! Divides the result of a product into blocks, and computes each block.
+//! Divides the result of a product into blocks, and computes each block. A block is computed in tiles: a tile is the
+//! part of the result that the innermost loop (`kernel.rs`) holds in SIMD registers. A `TileShape` has the numbers of a
+//! tile's rows and columns, and the number of elements in a register (`lanes`).
 
 use std::any::TypeId;
 use std::cell::RefCell;
@@ -123,9 +125,9 @@ where
         let this = &self;
         pool::par_ranges(batch * blocks, grain, |range| {
             for task in range {
-                let (product, block) = (task / blocks, task % blocks);
+                let (product, block_index) = (task / blocks, task % blocks);
                 // The first row and the first column of the block.
-                let (i, j) = (block % grid[0] * rows, block / grid[0] * columns);
+                let (i, j) = (block_index % grid[0] * rows, block_index / grid[0] * columns);
                 let offset = offsets(product);
                 // SAFETY: the pointers are moved to row `i` and column `j`, which exist; blocks of the result are
                 // disjoint.
@@ -161,12 +163,13 @@ where
         }
     }
 
-    /// Computes a thin block on the calling thread, as a sum of outer products. The columns of `a` are contiguous.
+    /// Computes a thin block on the calling thread, as a sum of outer products: for each index along `k`, a column of `a`
+    /// times a row of `b`. The columns of `a` are contiguous.
     unsafe fn outer(self, shape: TileShape) {
         // One panel takes all columns of `b`.
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
         let stretch = self.k.min(OUTER_K);
-        // The rows after the last whole register are packed.
+        // Registers are loaded from `a` in place. The `rest` rows after the last whole register are packed.
         let rest = self.m % shape.lanes;
         let len_rest = packed_len(shape, Along::Rows, rest, stretch);
         let len_b = packed_len(shape, Along::Columns, self.n, stretch);
@@ -232,9 +235,10 @@ where
     /// Computes a block on the calling thread. `a` is packed. `b` is packed too, except that the panels of a small `b`
     /// that have a multiple of 4 columns are read in place.
     unsafe fn packed(self, shape: TileShape) {
-        // `k` is cut into stretches of the same length, at most MAX_K; the last may be shorter. The length of several
-        // stretches is a multiple of 16, because `pack` transposes 16 steps at a time.
-        let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
+        // `k` is divided into stretches of the same length, at most MAX_K; the last may be shorter. If there are several,
+        // this length is a multiple of 16, because `pack` transposes 16 indices along `k` at a time.
+        let stretches = self.k.div_ceil(MAX_K).max(1);
+        let stretch = self.k.div_ceil(stretches).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let in_place = self.b.is_small(self.n, self.k);
         // The scratch for `b` has room for one panel: a panel is packed just before its use, and stays in the
@@ -284,7 +288,8 @@ where
         });
     }
 
-    /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`.
+    /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`. The sums
+    /// are already multiplied by `alpha`.
     unsafe fn write(self, sums: *const A::Acc) {
         let ([row_stride, column_stride], accumulate) = (self.c_strides, self.accumulate);
         for j in 0..self.n {

@@ -56,7 +56,8 @@ impl Backward for Conv2dBackward {
         }
         if self.geometry.has_bias && context.needs(2) {
             // The sum over batch, height and width.
-            context.add(2, compute::sum(&grad, &[0, 1, 2], false)?)?;
+            let keepdim = false;
+            context.add(2, compute::sum(&grad, &[0, 1, 2], keepdim)?)?;
         }
         Ok(())
     }

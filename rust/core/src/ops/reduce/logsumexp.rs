@@ -109,9 +109,10 @@ impl Tensor {
                 let wide = forward(&self.raw, &reduction)?;
                 let result = compute::cast(&wide, self.dtype())?;
                 let result = if keepdim { result } else { result.reshape(reduction.squeezed_shape())? };
-                Ok((result, [wide].into_iter().collect()))
+                let aux = [wide].into_iter().collect();
+                Ok((result, aux))
             },
-            |saver, _, aux| LogsumexpBackward {
+            |saver, _result, aux| LogsumexpBackward {
                 reduction: reduction.clone(),
                 x: saver.save(self),
                 result: saver.save_raw(&aux[0]),

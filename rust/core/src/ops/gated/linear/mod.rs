@@ -119,10 +119,11 @@ impl Late<Raw> {
         // `columns` and `ranks` have the first index and the number of an adapter's columns, in y and in `hidden`.
         let sum = own_copy(y)?;
         for LastProduct { up, columns, ranks, scale } in &self.products {
-            let (columns, hidden) =
-                (sum.narrow(1, columns[0], columns[1])?, self.hidden.narrow(1, ranks[0], ranks[1])?);
+            let target = sum.narrow(1, columns[0], columns[1])?;
+            let hidden = self.hidden.narrow(1, ranks[0], ranks[1])?;
+            // target += scale · hidden · upᵀ
             let accumulate = true;
-            compute::write_products(&[[&columns, &hidden, &up.t()?]], *scale, accumulate)?;
+            compute::write_products(&[[&target, &hidden, &up.t()?]], *scale, accumulate)?;
         }
         Ok(sum)
     }
