@@ -114,6 +114,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     // The addresses must allow wide stores and a load of all codes of a chunk at once.
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
+    // A block takes BATCH · blockDim.x neighbouring chunks at a time, and a thread every blockDim.x-th of them, from `first` on.
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x * BATCH;
     for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * blockDim.x * BATCH + threadIdx.x; first < chunks; first += stride) {
         Word words[BATCH];
@@ -170,6 +171,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Quantized
     const QuantizedPart &part = parts.list[blockIdx.y];
     if (threadIdx.x < 16) values[threadIdx.x] = NF4_VALUES[threadIdx.x];
     for (int code = threadIdx.x; code < 256; code += blockDim.x) {
+        // The code of 0. Smaller codes stand for negative numbers.
         constexpr int ZERO = dynamic_map::ZERO_CODE<true>;
         map[code] = code < ZERO ? -MAGNITUDES.values[ZERO - code] : MAGNITUDES.values[code - ZERO];
     }

@@ -46,7 +46,8 @@ template <typename T> struct Warp {
     }
 
     // Loads the warp's rows of `hidden`, for h and for gate, as left operands of products. A thread has the ranks 4 t to 4 t + 3; load_up
-    // loads the right operands in the same order of ranks.
+    // loads the right operands in the same order of ranks. left[matrix][half] has the first two ranks of row g + 8 half,
+    // left[matrix][2 + half] the other two.
     __device__ __forceinline__ void load_hidden(uint32_t (&left)[2][4]) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -77,7 +78,9 @@ template <typename T> struct Warp {
                 float found[2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    // Column j = 2 i + k of the thread's eight is in product j % 4, as sum j / 4 of the row.
+                    // load_up gives product p every fourth of the 32 columns, from p on, and the thread gets two sums of each product: for
+                    // columns 8 t + p and 8 t + p + 4. So column j = 2 i + k of the thread's eight is in product j % 4, as sum j / 4 of the
+                    // row.
                     const int product = 2 * (i % 2) + k, at = 2 * half + i / 2;
                     const auto value = [&](int matrix) {
                         const uint32_t word = values[matrix].word(half, i);
@@ -165,6 +168,7 @@ DEFINE_FORWARD(bf16, __nv_bfloat16)
 
 // hidden (count) = the sum of its `number` parts, f32 (number, count); count is a multiple of 4. Unlike the argument `hidden` of the kernel
 // above, this hidden is unit down.T, (rows, 16), from the parts that the kernel above writes.
+// Thread i computes the elements 4 i to 4 i + 3.
 // Launch: block 256, grid clamp(ceil(count / 1024), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_HIDDEN(SUFFIX, T)                                                                                       \
     extern "C" __global__ void swiglu_feed_forward_hidden_##SUFFIX(const float *parts, T *hidden, uint64_t count,      \

@@ -20,7 +20,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
         // Changes nothing, but lets the compiler drop the loops over packs that are not in registers. With these loops, it would spill
         // registers.
         values.packs = min(values.packs, NORM_HELD * blockDim.x);
-        RowScale found;
+        RowScale row_scale;
         // In the registers, the normalized values replace the row's values.
 #pragma unroll
         for (int i = 0; i < NORM_HELD; i++) {
@@ -31,9 +31,9 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
             // Rounds the results to T.
             values.held[i] = narrow_pack<T>(result);
             widen_pack(values.held[i], result);
-            found.see(result);
+            row_scale.see(result);
         }
-        const float scale = found.of_team(is_int8);
+        const float scale = row_scale.of_team(is_int8);
         // Keeps the compiler from holding the values widened to f32, which takes more registers, until they are rounded to codes.
         values.keep_narrow();
         with_rounder(scale, is_int8, [&](auto rounder) {

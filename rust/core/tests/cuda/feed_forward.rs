@@ -65,6 +65,9 @@ fn feed_forward_networks_equal_the_cpu() {
     }
 }
 
+/// Argument of `sum`: the summed dimensions are removed.
+const KEEPDIM: bool = false;
+
 /// The gradients of A and B are added to f32 buffers. Two backward passes from cleared buffers compute the same bits,
 /// and a further pass, whose gradients are added to those in the buffers, doubles them.
 #[test]
@@ -82,7 +85,7 @@ fn gradients_of_feed_forward_networks_are_added_in_place() {
         let zero = vars[0].as_tensor().mul_scalar(0.0)?.to_dtype(DType::BF16)?;
         let all: Vec<Tensor> =
             std::iter::once(x.add(&zero)?).chain(vars[1..].iter().map(|v| v.as_tensor().clone())).collect();
-        network.run(&all)?.to_dtype(DType::F32)?.sum(&[0, 1], false)?.backward()
+        network.run(&all)?.to_dtype(DType::F32)?.sum(&[0, 1], KEEPDIM)?.backward()
     };
     let gradients = || vars[1..].iter().map(|v| to_f64_vec(v.grad().unwrap().raw()).unwrap()).collect::<Vec<_>>();
     let clear = || vars.iter().try_for_each(|v| v.zero_grad()).unwrap();
@@ -95,7 +98,7 @@ fn gradients_of_feed_forward_networks_are_added_in_place() {
     let wide: Vec<Tensor> = network.inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let leaves: Vec<_> = wide.iter().map(|x| trainable_candle_core::Var::from_tensor(x).unwrap()).collect();
     let inputs: Vec<Tensor> = leaves.iter().map(|v| v.as_tensor().clone()).collect();
-    network.run(&inputs).unwrap().sum(&[0, 1], false).unwrap().backward().unwrap();
+    network.run(&inputs).unwrap().sum(&[0, 1], KEEPDIM).unwrap().backward().unwrap();
     for (index, (found, leaf)) in gradients().iter().zip(&leaves[1..]).enumerate() {
         // The buffers have the sum of two passes.
         let expected: Vec<f64> = to_f64_vec(leaf.grad().unwrap().raw()).unwrap().iter().map(|g| 2.0 * g).collect();

@@ -57,6 +57,7 @@ fn succeeded(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
 /// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the
 /// variable's version (the count of changes), so that a backward pass that needs the result fails.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
+    // `weights_like` returns fixed numbers, here the gradient of the result.
     let expected = {
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;

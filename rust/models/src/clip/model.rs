@@ -154,7 +154,8 @@ impl CLIPTextModel {
         };
         // A text may have several end tokens, because some tokenizers pad texts with them. The first one counts: of
         // equal scores, argmax returns the index of the first. f32 represents every id exactly.
-        let positions = scores.to_dtype(DType::F32)?.argmax(1, true)?;
+        let keepdim = true;
+        let positions = scores.to_dtype(DType::F32)?.argmax(1, keepdim)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let positions = positions.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
         states.gather(&positions, 1)?.squeeze(1)

@@ -115,7 +115,7 @@ impl QwenImageTransformer {
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let attention_inputs = AttentionInputs { angles: Some(&angles), mask: mask.as_ref() };
         let [image, _] =
-            run_double(&self.blocks, [image, text], attention_inputs, |_, block| block.modulation(&condition))?;
+            run_double(&self.blocks, [image, text], attention_inputs, |_index, block| block.modulation(&condition))?;
         self.output.forward(&image, &condition)
     }
 

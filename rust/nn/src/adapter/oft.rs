@@ -19,7 +19,7 @@
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use trainable_candle_core::ops::cayley::{cayley, size_of};
+use trainable_candle_core::ops::cayley::{cayley, size_of as block_size_of};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
 use super::kind::{Parameters, SavedByAdapter, Start, StartValues, find};
@@ -39,6 +39,7 @@ pub(super) const TERMS: RangeInclusive<usize> = 2..=64;
 pub static KIND: AdapterKind = AdapterKind {
     name: "oft",
     parameters: &[(INPUT, Layout::Same), (OUTPUT, Layout::UpperTriangle)],
+    // The parameters by which readers of files recognize OFT.
     mark: &[INPUT, OUTPUT],
     // No parameter has a rank.
     ranked: &[],
@@ -161,7 +162,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     }
     let features = side.features(base);
     let size = match *upper.dims() {
-        [count, elements] => size_of(elements).filter(|size| count * size == features),
+        [count, elements] => block_size_of(elements).filter(|size| count * size == features),
         _ => None,
     };
     let Some(size) = size else {

@@ -235,8 +235,9 @@ impl Step<2> for Coefficients {
 const TOGETHER: usize = 2;
 
 impl Coefficients {
-    /// Updates a block. With `CHECKED`, elements whose new second moment is non-finite do not change, and their moments
-    /// become zero; without, the new second moments of all elements must be finite.
+    /// Updates a block with the vector operations of `l`, on registers of `L::WIDTH` values. With `CHECKED`, elements
+    /// whose new second moment is non-finite do not change, and their moments become zero; without, the new second
+    /// moments of all elements must be finite.
     #[inline(always)]
     fn update_block<L: Lanes, const CHECKED: bool>(
         self,

@@ -129,6 +129,7 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
         py: Python<'py>,
         tensor: &tc::Tensor,
     ) -> Result<NdArray<'py>> {
+        // Here and below, `reading` releases the GIL if the tensor is on a GPU or has many elements.
         let values = PyArray1::from_vec(py, reading(py, tensor, || tensor.to_vec::<T>())?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }

@@ -163,8 +163,8 @@ where
         }
     }
 
-    /// Computes a thin block on the calling thread, as a sum of outer products: for each index along `k`, a column of `a`
-    /// times a row of `b`. The columns of `a` are contiguous.
+    /// Computes a thin block on the calling thread, as a sum of outer products: for each index along `k`, a column of
+    /// `a` times a row of `b`. The columns of `a` are contiguous.
     unsafe fn outer(self, shape: TileShape) {
         // One panel takes all columns of `b`.
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
@@ -235,8 +235,8 @@ where
     /// Computes a block on the calling thread. `a` is packed. `b` is packed too, except that the panels of a small `b`
     /// that have a multiple of 4 columns are read in place.
     unsafe fn packed(self, shape: TileShape) {
-        // `k` is divided into stretches of the same length, at most MAX_K; the last may be shorter. If there are several,
-        // this length is a multiple of 16, because `pack` transposes 16 indices along `k` at a time.
+        // `k` is divided into stretches of the same length, at most MAX_K; the last may be shorter. If there are
+        // several, this length is a multiple of 16, because `pack` transposes 16 indices along `k` at a time.
         let stretches = self.k.div_ceil(MAX_K).max(1);
         let stretch = self.k.div_ceil(stretches).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
@@ -288,8 +288,8 @@ where
         });
     }
 
-    /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`. The sums
-    /// are already multiplied by `alpha`.
+    /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`. The
+    /// sums are already multiplied by `alpha`.
     unsafe fn write(self, sums: *const A::Acc) {
         let ([row_stride, column_stride], accumulate) = (self.c_strides, self.accumulate);
         for j in 0..self.n {

@@ -10,7 +10,8 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// Computes the result. `columns` says which columns of `x` the activation reads, and how many it returns.
+/// Computes the result. `columns` says which columns of `x` the activation reads (`len()` columns, from `start` on),
+/// and how many it returns (`width`). Columns are the indices of the last dimension, `dim`.
 pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Result<Raw> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;

@@ -98,8 +98,8 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
                 cpu => cpu::forward(&geometry, &x.raw, &weight.raw, bias),
             )
         },
-        // Input 0 is the image, input 1 the weight. `save` keeps an input for the backward pass. `hold` keeps a parameter,
-        // which is in memory anyway and does not count as saved.
+        // Input 0 is the image, input 1 the weight. `save` keeps an input for the backward pass. `hold` keeps a
+        // parameter, which is in memory anyway and does not count as saved.
         |saver, _| Conv2dBackward {
             x: saver.needs(1).then(|| saver.save(x)),
             weight: saver.needs(0).then(|| saver.hold(weight)),

@@ -316,13 +316,13 @@ impl OnDevice {
             Some(norm) if !norm.item()?.is_finite() => return Ok(()),
             _ => None,
         };
-        let runs = slots.runs(found.iter().map(|(index, _)| *index));
+        let slot_ranges = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
         for launch in self.launches(&all, &slots, found)? {
             launches.push((launch.layout, self.table::<R>(&vars, &launch)?, launch.variables));
         }
-        for run in runs {
-            self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), loss_scale)?;
+        for slot_range in slot_ranges {
+            self.settings.prepare(R::NAME, kernels.prepare, slot_range, norm.as_ref(), loss_scale)?;
         }
         self.launch::<R>(&kernels, &launches, zero)?;
         // The kernels change the values; the host marks the variables as changed.
