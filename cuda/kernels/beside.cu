@@ -53,6 +53,7 @@ __device__ __forceinline__ void forward(const T *before, const T *x, T *y, uint6
         }
         const T *from = x + row * x_row + (pack - before_packs) * static_cast<uint64_t>(N);
         const auto first = load_pack<N>(from);
+        // The derivative `slope` is not used. For the gated unit, `first` is the gate and `second` is h.
         Acc<T> results[N], slope;
 #pragma unroll
         for (int i = 0; i < N; i++) F::template both<T>(widen(first.values[i]), results[i], slope);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
             slopes[i] *= widen(g.values[i]);
         }
         if constexpr (F::IS_GATED) {
-            // `slopes` becomes the gradient of the gate, and `values` that of h.
+            // `first` is the gate and `second` is h. `slopes` becomes the gradient of the gate, and `values` that of h.
             const auto second = load_pack<N>(from + width);
 #pragma unroll
             for (int i = 0; i < N; i++) {

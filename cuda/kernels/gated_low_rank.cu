@@ -39,6 +39,7 @@ template <typename T, int TILES> struct Half {
     const T *hidden;
     uint32_t row;
     float scale;
+    // The right operands of `multiply`: for each tile of ranks, those of four products with eight columns each.
     uint32_t up[TILES][4][2];
 
     // The values that a thread has of sixteen rows: eight columns of its two rows of x, and, of `hidden` in these two rows, four of every
@@ -67,7 +68,8 @@ template <typename T, int TILES> struct Half {
             values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
-    // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4].
+    // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4]:
+    // the tensor cores compute four products p, each with the columns for which k % 4 = p.
     // low_rank.cuh says which columns and ranks the fragments have; their order makes a thread's columns and ranks neighbours in memory.
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
@@ -76,7 +78,7 @@ template <typename T, int TILES> struct Half {
             const uint2 first = values.hidden[tile][0], second = values.hidden[tile][1];
             const uint32_t left[4] = {first.x, second.x, first.y, second.y};
 #pragma unroll
-            for (int i = 0; i < 4; i++) multiply_add<T>(products[i], left, up[tile][i][0], up[tile][i][1]);
+            for (int p = 0; p < 4; p++) multiply_add<T>(products[p], left, up[tile][p][0], up[tile][p][1]);
         }
     }
 
@@ -131,12 +133,12 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
             for (int k = 0; k < 8; k++) {
                 const float h = h_half.sum(tile.h_half, h_products, i, k), gate = gate_half.sum(tile.gate_half, gate_products, i, k);
                 if (is_backward) {
-                    const float grads = widen(reinterpret_cast<const T *>(&tile.grad[i])[k]);
+                    const float dy = widen(reinterpret_cast<const T *>(&tile.grad[i])[k]);
                     // The activation of the gate, and its derivative.
                     float value, slope;
                     F::template both<T>(gate, value, slope);
-                    results[0][k] = grads * value;
-                    results[1][k] = grads * h * slope;
+                    results[0][k] = dy * value;
+                    results[1][k] = dy * h * slope;
                 } else {
                     results[0][k] = h * F::template value<T>(gate);
                 }

@@ -51,8 +51,8 @@ static __device__ Coefficients lion_coefficients(const Settings &at, double) {
     return to;
 }
 
-// As in bitsandbytes, step_size · m / (√v + eps) is added to the parameter, so `step_size` is negative. It contains both bias corrections,
-// so `eps` is multiplied by that of v.
+// As in bitsandbytes, step_size · m / (√v + eps) is added to the parameter, so `step_size` is negative. With the corrections c1 of m and c2
+// of √v, Adam's term is lr · (m / c1) / (√v / c2 + eps) = (lr · c2 / c1) · m / (√v + eps · c2). So `step_size` contains both, and `eps` c2.
 static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double step) {
     // The weights of the states and `decay` are computed as for Lion; the step size and eps are not.
     Coefficients to = lion_coefficients(at, step);
@@ -124,8 +124,8 @@ DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
-// Four neighbouring values of a state, in f32 while a kernel works on them. `<true>` means one access for all four values: the states are
-// aligned for it.
+// Four neighbouring values of a state, in f32 while a kernel works on them. `<true>` means one access for all four values, for which the
+// states are aligned; the count, QUAD, is not read then.
 template <typename S> struct StateQuad {
     S *pointer;
     float values[QUAD];
@@ -238,6 +238,8 @@ template <typename S> struct SgdRule {
     }
 };
 
+// Updates four elements of a piece, from its element `index` on (fewer at the end of the piece). `WIDE` means one access for all four. P, G
+// and C are the types of the parameters, the gradients and the copy of the parameters. `piece.state` counts blocks of STATE_BLOCK elements.
 template <bool WIDE, typename Rule, typename P, typename G, typename C, typename Rounding>
 static __device__ __forceinline__ void update(const Piece &piece, uint32_t index, const Coefficients &at,
                                               const Buffers<P, G, C> &buffers, const Rule &rule, const Rounding &rounding) {
@@ -248,11 +250,13 @@ static __device__ __forceinline__ void update(const Piece &piece, uint32_t index
     quad.store(rounding);
 }
 
+// Updates the piece of this block. Each thread has four neighbouring elements at a time.
 template <typename Rule, typename P, typename G, typename C, typename Round>
 static __device__ __forceinline__ void step(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,
                                             uint32_t zero_grads, const Rule &rule, const Round &round) {
     const Piece piece = load_piece(pieces + blockIdx.x);
     const Buffers<P, G, C> buffers(segments, piece, zero_grads);
+    // `skip` is the same for all groups.
     if (coefficients->skip) return clear_grads(buffers, piece, threadIdx.x, blockDim.x);
     const Coefficients at = coefficients[piece.group];
     const bool is_wide = buffers.is_wide(piece);

@@ -85,6 +85,7 @@ template <bool IS_INT8, bool IS_EXTREME> struct Rounder {
             // the scale of its row rounds to more than 127.
 #pragma unroll
             for (int i = 0; i < 4; i++) codes[i] = __float_as_uint(x[i] + 12582912.0f);
+            // Selector 0x0040 joins the lowest bytes of two words, and 0x5410 the lower halves of two words.
             return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
         } else {
             const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, __NV_E4M3);
@@ -129,7 +130,7 @@ struct RowScale {
         constexpr uint32_t INFINITE = 0x7f800000;
         __shared__ uint32_t shared[WARP];
         const uint32_t largest = team_max(bits, shared);
-        if (largest >= INFINITE) return __uint_as_float(0x7fc00000);
+        if (largest >= INFINITE) return __uint_as_float(0x7fc00000); // NaN
         return largest > 0 ? __fdiv_rn(__uint_as_float(largest), is_int8 ? LARGEST_INT8 : LARGEST_E4M3) : 1.0f;
     }
 };

@@ -50,8 +50,10 @@ __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, i
     // The zeros for `pixels`, `taps`, `tap_first`, `origin` and `move` are replaced below; `tap_every` begins at 1, `step` is 1.
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
     axis.pixels = phase < size ? (size - phase + stride - 1) / stride : 0;
-    // Of `tap_every` consecutive taps, at most one meets pixels of the gradient of the output; the others would meet inserted
-    // zeros. `tap_first` is the first tap that meets pixels. If the kernel has no such tap, `taps` stays 0.
+    // Pixel p of the input, with p modulo the stride = phase, meets at tap t the pixel (p + padding - t * dilation) / stride of the
+    // output, if this division leaves no remainder. Of `tap_every` consecutive taps, at most one meets pixels of the gradient of the
+    // output; the others would meet inserted zeros. `tap_first` is the first tap that meets pixels. If the kernel has no such tap,
+    // `taps` stays 0.
     while (axis.tap_every * dilation % stride != 0) ++axis.tap_every;
     while (axis.tap_first < axis.tap_every && (phase + padding - axis.tap_first * dilation) % stride != 0)
         ++axis.tap_first;

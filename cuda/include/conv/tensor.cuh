@@ -1,5 +1,5 @@
-// Forward pass of a 2-D convolution and gradient of its input, on the tensor cores of compute capability 8.0 and newer. Both are one sum
-// (geometry.cuh):
+// Forward pass of a 2-D convolution and gradient of its input, on the tensor cores of compute capability 8.0 and newer. Both compute
+// sums of the same form (geometry.cuh):
 //   result[pixel, n] = sum over kernel taps and source channels c of source[the pixel that the tap meets, c] * the weight for (tap, c, n)
 // For the gradient of the input, the source is the gradient of the output. With a stride, that gradient has a sum for each phase: for the
 // pixels whose coordinates have the same remainders modulo the strides.
@@ -14,8 +14,8 @@
 #include "store.cuh"
 
 // The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
-// no bias. If `partials` is not null, the sums go there instead of `result`, with `sums_bias` added instead of `bias` and
-// `addend`. A null bias is not added.
+// no bias. If `partials` is not null, the sums go there in f32 instead of `result`, with `sums_bias` (the bias in f32) added instead of
+// `bias` and `addend`. A null bias is not added.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;
@@ -32,13 +32,15 @@ template <typename T> struct Conv2dOperands {
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
     // The tile's first pixel (`row`) and first channel (`column`); the number of source channels after which the summed dimension goes on
-    // to the next tap (`block_channels`, see `Place`); and the steps from `begin` to `end` (exclusive).
+    // to the next tap (`block_channels`: the dimension has all taps of the first `block_channels` channels, then all taps of the next
+    // ones; see `Place` in copy.cuh); and the steps from `begin` to `end` (exclusive).
     int row, column, block_channels, begin, end;
 
     // blockIdx.y is the phase of a strided gradient. `columns` (below) is the number of tiles over the channels of the result.
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
         const int columns = (gather.results + COUNT - 1) / COUNT;
         if constexpr (PAIRED) {
+            // Pair number `blockIdx.x / 2` has one tile of channels and two tiles of pixels, one for each of its blocks.
             row = (int(blockIdx.x) / 2 / columns * 2 + int(blockIdx.x) % 2) * ROWS;
             column = int(blockIdx.x) / 2 % columns * COUNT;
         } else {

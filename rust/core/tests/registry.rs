@@ -20,7 +20,8 @@ mod nan;
 mod sharing;
 mod walk;
 
-// In this file, `text` converts an error to a message, and `close` compares the elements of two tensors.
+// In this file, `text` converts an error to a message, and `close(name, found, expected, tolerance)` compares the
+// elements of two tensors.
 
 /// Run `check` on every case and report all failures at once.
 fn for_all_cases(check: impl Fn(&Case) -> std::result::Result<(), String>) {

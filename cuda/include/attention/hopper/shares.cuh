@@ -39,7 +39,8 @@ template <int M> struct Shares {
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
     // The tiles of queries that may see a tile of keys are `first` to `end` (exclusive). They include the tiles at the positions of these
-    // keys, so every tile of queries is a step of at least one item, and its gradients are written.
+    // keys, so every tile of queries is a step of at least one item, and its gradients are written. `query_end` returns the end of the
+    // queries that see a key; it ascends with the key, so the last key of the tile gives the end for the whole tile.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
     __device__ __forceinline__ uint32_t end(uint32_t tile) const {
         const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
@@ -160,8 +161,8 @@ template <int M> struct Shares {
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `cursor`: how many other tiles of keys add to these
     // gradients before it. The block of `keys` reaches these queries `time` places after the start of its share. A tile of keys whose block
     // reaches them after fewer places adds earlier; after equally many places, the tile with the lower index adds earlier. All lanes of
-    // the warp take part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no
-    // block waits forever.
+    // the warp take part and get the result. Only tiles of keys that have a step for these queries are counted, whatever the spans are. So
+    // each addition that a block waits for is made, and no block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const QueryCursor &cursor, uint32_t time) const {
         // `own` is the tile of keys at the positions of these queries, the last one that they see. `lowest` is the first one. The first
         // step of tile 0 of this head of keys takes the place `before_head`.
@@ -190,6 +191,8 @@ template <int M> struct Shares {
         __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
         // Sets a weight to zero if its query does not see its key. The weights are those of the 64 queries from `query` on.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
+            // The weights are in wgmma's layout of sums, with keys as rows and queries as columns: warp number w of the warpgroup has the
+            // keys 16 w to 16 w + 15.
             const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
             // The thread has the weights of two keys, `key` and `key` + 8: of every four weights, the last two are those of the second key.
             uint32_t end[2] = {UINT32_MAX, UINT32_MAX};
@@ -208,8 +211,11 @@ template <int M> struct Shares {
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;
+        // Number `index` + 1 of the plan's second list, which follows the `tiles` + 1 numbers of the first list.
         split.item = plan[tiles + 2 + index];
         const Places places(*this, split.item);
+        // The item's parts come from `count` blocks, from block `first` on. `starts`: whether block `first` begins with the item's first
+        // step.
         split.first = index, split.count = (places.end - 1) / share - index + 1;
         split.starts = places.begin == start;
         return start <= places.begin && places.begin < place && place < places.end;

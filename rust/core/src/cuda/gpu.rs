@@ -24,8 +24,9 @@ use crate::{Error, Raw, Result};
 const BLAS_WORKSPACE: usize = 32 << 20;
 
 /// The environment variable that is 1 if a GPU of compute capability 9.0 shall not choose what is for 9.0 alone: the
-/// kernels of `*_hopper.cu`, and tiles and scales of cuBLASLt. It then runs the general kernels as they are compiled for
-/// 9.0. Their times are not those of other GPUs: attention's general kernels use other tiles and instructions on 9.0.
+/// kernels of `*_hopper.cu`, and tiles and scales of cuBLASLt. It then runs the general kernels as they are compiled
+/// for 9.0. Their times are not those of other GPUs: attention's general kernels use other tiles and instructions on
+/// 9.0.
 const GENERAL_KERNELS: &str = "TRAINABLE_CANDLE_GENERAL_KERNELS";
 
 /// A CUDA device with its stream, kernels and libraries.
@@ -81,8 +82,9 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
         return Ok(Device::Cuda(gpu.device.clone()));
     }
     let device = CudaDevice::new_with_stream(ordinal)?;
-    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in
-    // the order of this stream.
+    // SAFETY: this switches off cudarc's events, which order the work of different streams. They are not needed: all
+    // work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in the order of
+    // this stream.
     unsafe { device.disable_event_tracking() };
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))

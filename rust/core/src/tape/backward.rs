@@ -97,8 +97,7 @@ impl BackwardContext<'_> {
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
-        let fits =
-            |pending: &Pending| pending.sum.is_contiguous() && pending.sum.dtype() == dtype && pending.is_complete();
+        let fits = |p: &Pending| p.sum.is_contiguous() && p.sum.dtype() == dtype && p.is_complete();
         if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
@@ -387,7 +386,7 @@ impl Tensor {
     /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a
     /// variable, the graph was differentiated before, or a variable was changed in place after its values were saved.
     pub fn backward(&self) -> Result<GradStore> {
-        self.backward_with(None, false)
+        self.backward_with(None, /* retain_graph */ false)
     }
 
     /// [`backward`](Tensor::backward) of a tensor of any shape: `gradient`, of the same shape, is the gradient of the
@@ -399,7 +398,8 @@ impl Tensor {
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
         let (mut reached, mut buffered) = (FxHashSet::default(), Buffered::default());
-        let outcome = differentiate(&root, seed, retain_graph, None, None, Some(&mut buffered), |node, grad| {
+        let (wanted, targets) = (None, None);
+        let outcome = differentiate(&root, seed, retain_graph, wanted, targets, Some(&mut buffered), |node, grad| {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
         });
@@ -433,16 +433,16 @@ pub fn grad(
         targets.insert(node.id());
     }
     let wanted = on_paths_to(&root, &targets);
-    let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
+    let mut grads: FxHashMap<u64, Raw> = FxHashMap::default();
     differentiate(&root, seed, retain_graph, Some(&wanted), Some(&targets), None, |node, grad| {
-        found.insert(node.id(), grad);
+        grads.insert(node.id(), grad);
         Ok(())
     })?;
     inputs
         .iter()
         .map(|input| {
-            let found = input.node.as_ref().and_then(|n| found.get(&n.id()));
-            found.map(|raw| Ok(Tensor::constant(compute::contiguous(&compute::cast(raw, input.dtype())?)?))).transpose()
+            let grad = input.node.as_ref().and_then(|n| grads.get(&n.id()));
+            grad.map(|raw| Ok(Tensor::constant(compute::contiguous(&compute::cast(raw, input.dtype())?)?))).transpose()
         })
         .collect()
 }
@@ -458,7 +458,7 @@ fn on_paths_to(root: &Arc<Node>, targets: &FxHashSet<u64>) -> FxHashSet<u64> {
             stack.extend(node.inputs.iter().flatten());
         }
     }
-    nodes.sort_unstable_by_key(|n| n.id());
+    nodes.sort_unstable_by_key(|n| n.id()); // the inputs of a node before the node
     let mut wanted = FxHashSet::default();
     for node in nodes {
         if targets.contains(&node.id()) || node.inputs.iter().flatten().any(|i| wanted.contains(&i.id())) {

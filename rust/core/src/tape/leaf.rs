@@ -213,8 +213,8 @@ impl Leaf {
         gradient.filled = gradient.buffer.is_some();
     }
 
-    /// Accumulate gradients in the range `part` of the vector `flat` from now on. The caller has zeroed this range. A
-    /// gradient that exists already is added to it.
+    /// Accumulate gradients in the range `part` of the vector `flat` from now on. The caller has zeroed this range. The
+    /// variable must not have a buffer yet; a gradient that it has already is added to the range.
     pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
         let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
         let existing = {

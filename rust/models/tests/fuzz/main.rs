@@ -31,6 +31,8 @@ const CPU: Device = Device::Cpu;
 const NO_OTHERS: usize = 0;
 /// The factor by which the scales in an adapter's file are multiplied.
 const FILE_SCALES: f64 = 1.0;
+/// For [`load`]: the model keeps the dtype of its file.
+const FILE_DTYPE: Option<DType> = None;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
@@ -38,8 +40,7 @@ fn golden(name: &str) -> PathBuf {
 
 /// The model in the folder `name` of `tests/golden`, in the dtype of its file.
 fn load_golden(name: &str) -> Loaded {
-    let dtype = None;
-    load(&golden(name), &Choice::default(), dtype, &CPU).unwrap()
+    load(&golden(name), &Choice::default(), FILE_DTYPE, &CPU).unwrap()
 }
 
 /// Writes a valid file with small tensors of several dtypes, whose names begin with `prefix`, and returns its bytes.
@@ -113,7 +114,7 @@ fn damaged_adapters_are_read_or_rejected() {
                 valid.push(std::fs::read(&path).unwrap());
             }
         }
-        // Leaves the layers free for the next adapters.
+        // Removes the adapters from the layers, so that the next ones can be attached.
         set.set_enabled(false);
     }
     assert!(valid.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", valid.len());
@@ -123,7 +124,7 @@ fn damaged_adapters_are_read_or_rejected() {
         let verified = verify_adapter(&path, &outlines);
         let attached = attach_adapter(&path, FILE_SCALES, PartLayers { names: &names, layers: &layers });
         let is_attached = attached.as_ref().is_ok_and(|set| {
-            // Leaves the layers free for the next case.
+            // Removes the adapters from the layers, so that the next case can attach its own.
             set.set_enabled(false);
             true
         });
@@ -166,7 +167,7 @@ fn copy_golden(name: &str, folder: &Folder) -> usize {
 }
 
 fn loads(path: &Path) -> bool {
-    load(path, &Choice::default(), None, &CPU).is_ok()
+    load(path, &Choice::default(), FILE_DTYPE, &CPU).is_ok()
 }
 
 #[test]
@@ -216,8 +217,8 @@ fn damaged_indexes_are_read_or_rejected() {
     std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
     others += small_file(&folder.join("model-00002-of-00002.safetensors"), "unused.").len();
     let path = folder.join("model.safetensors.index.json");
-    // The reader takes from the index only the names of the shards, and the parameters' names from the shards. So the
-    // name "a" and the size 4000 are arbitrary. Only a damaged index names the second shard.
+    // The reader takes only the names of the shards from the index; it takes the parameters' names from the shards. So
+    // the name "a" and the size 4000 are arbitrary. Only a damaged index names the second shard.
     let index = br#"{"metadata": {"total_size": 4000}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
     run("indexes", &path, &[index.to_vec()], others, mutate::json, || loads(folder.path()));
 }
@@ -234,6 +235,6 @@ fn damaged_original_checkpoints_are_read_or_rejected() {
     let valid = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
     run("original_checkpoints", &path, &valid, NO_OTHERS, mutate::safetensors, || {
-        load(&path, &choice, None, &CPU).is_ok()
+        load(&path, &choice, FILE_DTYPE, &CPU).is_ok()
     });
 }

@@ -18,9 +18,9 @@ const DECADES: usize = 7;
 const FIRST_END: f32 = 1e-6;
 /// The factor that converts the upper 16 bits of an f32 to decades. The bits as an integer, multiplied by this factor
 /// and divided by 2^16, are approximately the f32's logarithm in decades plus a constant, because the upper 16 bits
-/// grow by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the
-/// result, minus 32, is the index of the value's decade or of the decade below. This also holds at the actual end of
-/// the first decade, which is up to 1.9e-6 instead of 1e-6.
+/// grow by 2^7 per octave, that is by 2^16 in 512 octaves, which are 154.1 decades. For the value 1 the result is 38.2.
+/// The whole part of the result, minus 32, is the index of the value's decade or of the decade below. This also holds
+/// at the actual end of the first decade, which is up to 1.9e-6 instead of 1e-6.
 const UPPER_BITS_TO_DECADES: u16 = 154;
 /// A limit for fractions, in units of 2^-16. Before rounding, the number of a magnitude has a fraction. If this
 /// fraction is below the limit, the code of the magnitude is looked up. The rounding errors of numbers (up to 255),
@@ -105,6 +105,7 @@ impl Lines {
                 let slope = if signed { 0.5 / lowest } else { 1.0 / (f64::from(border(1)) - lowest) };
                 (slope, 1.0 - slope * lowest)
             }
+            // At the decade's start, 0.1 · end, slope · x is count / 9, so the line has the value `first_number`.
             _ => {
                 let (count, end) = (count(decade) as f64, 10f64.powi(decade as i32 + 1 - DECADES as i32));
                 (count / (0.9 * end), first_number(decade) as f64 - count / 9.0)
@@ -198,9 +199,10 @@ fn number_magnitudes<R: Registers, const SIGNED: bool>(
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
     // The last number of a decade, plus `base`, is the whole part of 9/4 of the decade's offset plus a constant. With
-    // `SIGNED`, decade d has the numbers from 2^d to 2^(d+1) - 1, and its offset is 8/9 · 2^d + `base`. Without it,
-    // the numbers go from 2^(d+1) - 1 to 2^(d+2) - 2, and the offset is 8/9 · 2^(d+1) - 1 + `base`. The fraction of
-    // the constant is chosen so that the whole part is also right for the first decade, whose line differs.
+    // `SIGNED`, decade d has the numbers from 2^d to 2^(d+1) - 1, and its offset is 8/9 · 2^d + `base`: 9/4 of it,
+    // minus 5/4 of `base`, is 2^(d+1) + `base`, just above the last number plus `base`. Without `SIGNED`, the numbers
+    // go from 2^(d+1) - 1 to 2^(d+2) - 2, and the offset is 8/9 · 2^(d+1) - 1 + `base`. `fraction` corrects the whole
+    // part; it is chosen so that the whole part is also right for the first decade, whose line differs.
     let fraction = if SIGNED { -0.06 } else { 0.95 };
     let constant = r.splat(fraction - 1.25 * base(SIGNED));
     let mut numbers = decades;

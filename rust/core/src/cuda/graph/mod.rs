@@ -132,7 +132,8 @@ impl Captured {
                 // The launch below needs this work, as each replay does: for example, copies of new values of variables
                 // to an optimizer's master values. It is not a part of the graph.
                 effects.run_before_replay()?;
-                // Notes which gradients have values now: if the recording fails, they are marked so again.
+                // `settle_gradients` also notes which gradients have values. The recording changes these marks; if it
+                // fails, `restore_gradients` sets them back.
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
                     .inspect_err(|_| effects.restore_gradients())?;
@@ -213,8 +214,9 @@ impl Captured {
         let known = noting.finish();
         let mut effects = run.finish();
         let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
-        // The function may have stored addresses of gradients that move here. So if any moves, the function runs
-        // eagerly once more before the capture.
+        // `settle_gradients` moves gradients to fixed storage, and returns whether any has moved. The function may have
+        // stored the addresses that they had before. So if any has moved, the function runs eagerly once more before
+        // the capture.
         self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs
     }
@@ -233,7 +235,8 @@ fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     outputs.into_iter().enumerate().map(value).collect()
 }
 
-/// While this object exists, the fingerprints of the values that this thread copies from the CPU are noted.
+/// While this object exists, the fingerprints of the values that this thread copies from the CPU are noted. `finish`
+/// returns them. If an error drops the object without `finish`, they are discarded.
 struct Noting;
 
 impl Noting {
@@ -306,7 +309,7 @@ impl Graph {
         }
         let outputs = outputs?;
         let template = template?;
-        // The difference modulo 2^64; from `FORWARD` on, it means that the function has set the position back.
+        // The difference modulo 2^64; from `FORWARD` (2^63) on, it means that the function has set the position back.
         let draws = end.offset.wrapping_sub(start.offset);
         if effects.has_seeded || end.seed != start.seed || draws >= FORWARD {
             let message =

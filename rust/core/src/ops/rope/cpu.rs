@@ -76,7 +76,7 @@ pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool,
     let rows = x.elem_count() / len.max(1);
     dispatch_float!(x.dtype(), ROPE.name, T => {
         let dtype = <<T as Elem>::Acc as WithDType>::DTYPE;
-        // Angles in the type of arithmetic.
+        // Casts a table of cosines or sines to the type in which the rotation computes.
         let table = |table: &Raw| contiguous(&cast(table, dtype)?);
         let y = read_all(ROPE.name, &[x, &table(cos)?, &table(sin)?], |operands| {
             let x = elements::<T>(operands[0])?;

@@ -35,6 +35,7 @@ fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
     let fits = gpu.runs_hopper_kernels()
+        // The image is empty in a build without code for compute capability 9.0.
         && !MODULE.image.is_empty()
         && widest == Width::W64
         && sizes.is_causal == 0
@@ -45,7 +46,7 @@ fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads
         && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
         // Tensor maps can describe the operands.
         && operands.iter().all(|heads| is_mapped(heads, sizes));
-    // Blocks may share any item, so none is whole.
+    // `whole` counts the items that are never split between blocks: none here, because blocks may share any item.
     fits.then_some(Schedule { items, steps, whole: 0, blocks })
 }
 
@@ -96,8 +97,9 @@ impl Attention<'_> {
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
         let Some(schedule) = schedule(gpu, sizes, widest, &[q, k, v, grad]) else { return Ok(false) };
-        // The most pairs of an item and a block that computes some of its steps: the blocks share one sequence of all
-        // steps, so each further pair begins where an item or a block begins. Each pair has a part of the gradient of
+        // The most pairs of an item and a block that computes some of its steps. All steps form one sequence, which the
+        // blocks share. The first pair begins with the first step, and each further pair begins where a further item or
+        // the share of a further block begins: 1 + (items - 1) + (blocks - 1). Each pair has a part of the gradient of
         // the keys, and one of the gradient of the values.
         let pairs = (schedule.items + schedule.blocks - 1) as usize;
         let dims = [pairs, 2, KEYS as usize, COLUMNS as usize];
@@ -113,7 +115,8 @@ impl Attention<'_> {
         if parts.is_none() {
             return Ok(true);
         }
-        // Each thread sums four numbers. The second dimension of the grid is for the gradients of keys and of values.
+        // Each thread sums the parts of four elements. The second dimension of the grid is for the gradients of keys
+        // and of values.
         let blocks = schedule.items * KEYS * COLUMNS / 4 / THREADS;
         let shape = Shape { grid: [blocks, 2, 1], block: [THREADS, 1, 1], shared: 0 };
         let parts = optional_input(op, parts.as_ref())?;

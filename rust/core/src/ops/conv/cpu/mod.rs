@@ -66,12 +66,14 @@ where
     }
     let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
     let mut y = vec![T::Acc::ZERO; pixels * out];
+    // `chunks_exact_mut` panics for a length of 0.
     if let Some(bias) = bias.filter(|_| out > 0) {
         y.chunks_exact_mut(out).for_each(|y| y.iter_mut().zip(bias).for_each(|(y, b)| *y = b.to_acc()));
     }
     let (x, weight) = (MatRef::row_major(x, pixels, channels), MatRef::row_major(weight, out, channels));
     // With a bias, the product is added to it.
-    gemm(MatMut::row_major(&mut y, pixels, out), x, weight.t(), 1.0, bias.is_some());
+    let (alpha, accumulate) = (1.0, bias.is_some());
+    gemm(MatMut::row_major(&mut y, pixels, out), x, weight.t(), alpha, accumulate);
     y
 }
 
@@ -89,7 +91,8 @@ where
     let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
     let mut grad_x = vec![T::Acc::ZERO; pixels * channels];
     let (grad, weight) = (MatRef::row_major(grad, pixels, out), MatRef::row_major(weight, out, channels));
-    gemm(MatMut::row_major(&mut grad_x, pixels, channels), grad, weight, 1.0, false);
+    let (alpha, accumulate) = (1.0, false);
+    gemm(MatMut::row_major(&mut grad_x, pixels, channels), grad, weight, alpha, accumulate);
     grad_x
 }
 
@@ -107,6 +110,7 @@ where
     let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
     let mut grad_weight = vec![T::Acc::ZERO; out * channels];
     let (grad, x) = (MatRef::row_major(grad, pixels, out), MatRef::row_major(x, pixels, channels));
-    gemm(MatMut::row_major(&mut grad_weight, out, channels), grad.t(), x, 1.0, false);
+    let (alpha, accumulate) = (1.0, false);
+    gemm(MatMut::row_major(&mut grad_weight, out, channels), grad.t(), x, alpha, accumulate);
     grad_weight
 }

@@ -18,13 +18,13 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     let (parts, gradients) = run(OP, head, targets, weights.as_ref(), head.wants_gradients())?;
     let losses = joined(head, &parts)?;
     let weighted = weights.map_or_else(|| Ok(losses.clone()), |weights| compute::binary(&losses, &weights, Mul))?;
-    Ok((compute::sum(&weighted, &[0], false)?, gradients))
+    Ok((compute::sum(&weighted, &[0], /* keepdim */ false)?, gradients))
 }
 
 /// The logarithm of the probability of each row's target; 0 for a row whose target is ignored.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let with_gradients = false;
-    let (parts, _) = run(op, head, targets, None, with_gradients)?;
+    let (parts, _) = run(op, head, targets, /* weights */ None, with_gradients)?;
     let losses = joined(head, &parts)?;
     compute::scale_in_place(&losses, -1.0)?;
     Ok(losses)
