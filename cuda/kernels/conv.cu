@@ -175,8 +175,10 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 
 // These kernels compute y and grad_x by the formulas above, for every size and dtype, without splits. Block: 256; no dynamic shared
 // memory.
-// Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and only the result channels of one group; z: min(groups, 65535).
-// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of y or of a phase of grad_x), y as for tensor cores, z = 1.
+// Grid of `plain`: gridDim.x and gridDim.y as for the tensor cores, with M = N = 64 and only the result channels of one group;
+// gridDim.z: min(groups, 65535).
+// Grid of `direct`: any gridDim.x (a thread takes every gridDim.x * 256-th element of y or of a phase of grad_x); gridDim.y as for
+// the tensor cores; gridDim.z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \

@@ -14,7 +14,9 @@
 // rstd is null, and the x of the backward kernel must be null too: then rows are multiplied by the weights and rotated, but not normalized.
 //
 // A row is short, so a team of 1 to 32 lanes of a warp handles it. A pack is N pairs of elements (`Pairs` in rope.cuh), where N is WIDE or
-// 1. The team has as many lanes as the row has packs, rounded up to a power of two, but at most 32. Each lane keeps its first pack in
+// 1. The 2N elements of a pack are two runs of N neighbouring elements, its sides: side s is in values[s], and Pairs::start(s, ...) is the
+// index of its first element in the row.
+// The team has as many lanes as the row has packs, rounded up to a power of two, but at most 32. Each lane keeps its first pack in
 // registers: with 32 lanes, up to 64 · WIDE values of a row. The other values of a longer row are read twice.
 
 #include "affine.cuh"
@@ -29,7 +31,8 @@ template <typename T> constexpr int FORWARD_BLOCKS = sizeof(T) == 2 ? 3 : 4;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 4 ? 3 : 2;
 template <typename T> constexpr int WEIGHT_BLOCKS = sizeof(T) == 8 ? 3 : 0;
 
-// The number of lanes of the team of a row with `packs` packs: a power of two, at most 32.
+// The number of lanes of the team of a row with `packs` packs: a power of two, at most 32. WARP - __clz(n) is the number of bits of n,
+// because a word has as many bits as a warp has lanes.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
 
 // The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp must call this function.
@@ -39,7 +42,8 @@ template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t l
 }
 
 // Calls f(row, lane, lanes, whether the row exists) for the rows of this thread's team, which has `lanes` lanes; this thread is its lane
-// `lane`. All lanes of a warp call f together, so the last call of a team may be for a row that does not exist.
+// `lane`. All lanes of a warp call f together, so the last call of a team may be for a row that does not exist. A warp has WARP / lanes
+// teams, which handle as many neighbouring rows at a time, from `first` on.
 template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows, uint32_t packs, F f) {
     const uint32_t lanes = team_lanes(packs), teams = WARP / lanes, lane = threadIdx.x % lanes;
     const uint64_t step = flat_stride() / WARP * teams;
@@ -249,6 +253,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 #pragma unroll
         for (int at = 0; at < 2 * N; at++) shared[at * THREADS + threadIdx.x] = sums[at / N][at % N];
         __syncthreads();
+        // Each `index` is one element of the tile: element `at` of the pack of lane index % lanes. The 2N elements of a pack are numbered
+        // from 0: first those of side 0, then those of side 1.
         for (uint32_t index = threadIdx.x; index < 2 * N * lanes; index += THREADS) {
             const uint32_t at = index / lanes, pack = tile + index % lanes;
             if (pack >= packs) continue;

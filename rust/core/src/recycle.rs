@@ -119,8 +119,8 @@ impl RecyclingAllocator {
         let (shelf, size) = (&self.shelves[class], size_of_class(class));
         self.used.fetch_sub(size, Ordering::Relaxed);
         shelf.freed.store(true, Ordering::Relaxed);
-        let kept = self.bytes.fetch_add(size, Ordering::Relaxed) + size;
-        let wanted = (size <= LARGEST_AT_ONCE && kept <= MOST_BYTES) || shelf.taken_again.load(Ordering::Relaxed);
+        let stored = self.bytes.fetch_add(size, Ordering::Relaxed) + size;
+        let wanted = (size <= LARGEST_AT_ONCE && stored <= MOST_BYTES) || shelf.taken_again.load(Ordering::Relaxed);
         if wanted && shelf.put(block) {
             return;
         }

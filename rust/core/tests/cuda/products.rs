@@ -33,6 +33,7 @@ pub(super) fn in_f64(function: Function<'_>, inputs: &[Tensor]) -> (Tensor, Vec<
 }
 
 /// Compare value and gradients of a function on the GPU in the dtype of `inputs` with expected value and gradients.
+/// The gradients may differ by twice the tolerance.
 pub(super) fn compare_with(
     what: &str,
     function: Function<'_>,

@@ -65,7 +65,7 @@ fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
     Tensor::from_vec(values.to_vec(), values.len(), device)
 }
 
-/// Random queries, keys and values.
+/// Random queries, keys and values, normally distributed with standard deviation 1.
 fn drawn(case: &Case) -> [Tensor; 3] {
     [case.heads[0], case.heads[1], case.heads[1]].map(|heads| {
         // Rounded to bf16 and then to f16, the values are exact in every dtype, so that all dtypes share one reference.
@@ -124,7 +124,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
     for case in &CASES {
         for is_normed in [false, true] {
             let [heads, key_heads] = case.heads;
-            let fixed = |dims: &[usize], spread| random(dims, spread, DType::BF16).to_dtype(DType::F32).unwrap();
+            let fixed = |dims: &[usize], std| random(dims, std, DType::BF16).to_dtype(DType::F32).unwrap();
             let angles = fixed(&[case.rows, case.width / 2], 3.0);
             let (tables, scale) = ([angles.cos().unwrap(), angles.sin().unwrap()], fixed(&[case.width], 1.0));
             let attend = |x: &[Tensor]| {

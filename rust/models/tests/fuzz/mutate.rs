@@ -108,9 +108,9 @@ pub fn json(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Changes a safetensors file: either any of its bytes, or only bytes of the data and bytes or values of the header. In
-/// the second case, the length before the header is set to the new header's length, or to a wrong length once in 50
-/// cases.
+/// Changes a safetensors file. In a quarter of the cases, changes any of its bytes. In the others, changes the header
+/// (its bytes or its JSON values), the data, or both, and writes the new header's length before it, or once in 50 cases
+/// a wrong length.
 pub fn safetensors(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     let length = u64::from_le_bytes(valid[..8].try_into().unwrap()) as usize;
     let (header, data) = valid[8..].split_at(length);

@@ -204,7 +204,7 @@ impl Tensor {
             || {
                 let mut dims = ids.dims().to_vec();
                 dims[dim] = self.dims()[dim];
-                // The ids reach no other elements.
+                // The ids reach no elements outside this corner.
                 let values = corner(&self.raw, &dims)?;
                 gather_raw(GATHER.name, &values, &ids.raw, dim, ids.dims()[dim])
             },

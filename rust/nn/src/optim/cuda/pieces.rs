@@ -31,8 +31,9 @@ pub fn step(
     zero_grads: bool,
 ) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
-    // All elementwise kernels take the arguments of Adam's kernels. The group indices in the table are relative to
-    // `first_group`, so coefficients and settings are passed from this group on. A segment has the addresses of
+    // All elementwise kernels take the arguments of Adam's kernels. `table.known` describes the table's variables. The
+    // group indices in the table are relative to its `first_group`, so coefficients and settings are passed from this
+    // group on. A segment has the addresses of
     // parameters and gradients from which the starts of its pieces are counted.
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;

@@ -206,7 +206,7 @@ impl Attention<'_> {
                 return Ok((o, log_sums));
             }
             let function = gpu.function(widest.forward(), suffix(op, dtype)?)?;
-            // A block computes 64 queries of a head.
+            // A block computes 64 queries of a head. `AttentionForwardW64` has the arguments for both widths.
             let blocks = sizes.queries.div_ceil(64) * heads;
             let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: widest.forward_shared(gpu) };
             let arguments = AttentionForwardW64 {
@@ -342,8 +342,8 @@ impl Attention<'_> {
             // SAFETY: as in `forward`; gradients that are not wanted are null.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             if parts > 1 && wants_k_or_v {
-                let parts = [dk_parts.as_ref(), dv_parts.as_ref()];
-                self.sum_parts(gpu, dtype, &sizes, parts, [(dk, dk_strides), (dv, dv_strides)])?;
+                let dk_dv_parts = [dk_parts.as_ref(), dv_parts.as_ref()];
+                self.sum_parts(gpu, dtype, &sizes, dk_dv_parts, [(dk, dk_strides), (dv, dv_strides)])?;
             }
             return Ok(());
         }
@@ -441,7 +441,7 @@ impl Attention<'_> {
     }
 }
 
-/// The destination of a gradient, as matrices of heads; an error if its strides would require a copy.
+/// The destination of a gradient, as matrices of heads; an error if its strides require a copy, in storage of its own.
 fn destination(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;
@@ -475,7 +475,7 @@ impl Width {
         }
     }
 
-    /// Bytes of shared memory of the backward kernel.
+    /// Bytes of shared memory of the backward kernel: six tiles of 64 rows, and 256 log-sums and deltas of 4 bytes.
     pub(super) const fn backward_shared(self) -> u32 {
         match self {
             Self::W128 => 99_328,

@@ -110,6 +110,8 @@ impl Task<'_> {
                                 * geometry.out_channels
                                 + first_out
                                 + out;
+                            // The strides of output channels (outer) and of positions (inner, which the tiles sum
+                            // over).
                             let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
                             // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for
                             // them.
@@ -161,7 +163,8 @@ impl Task<'_> {
     }
 }
 
-/// The tiles of a task, for the result positions that read one copy.
+/// The tiles of a task, for the result positions that read one copy. The rows of a tile are elements of a stretch, its
+/// columns are output channels.
 struct Tiles<'a, T> {
     task: &'a Task<'a>,
     stretches: &'a [Stretch],

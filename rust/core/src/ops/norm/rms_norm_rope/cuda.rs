@@ -105,6 +105,7 @@ pub(super) fn backward(
     saved: [&Raw; 3],
     rotation: &Rotation<'_>,
 ) -> Result<()> {
+    // The second parameter is the shift, which RMS norm does not have.
     let [weight, _] = norm.affine.parameters()?;
     let mut grads = gradients(saved, weight.as_ref(), rotation, &norm.affine.wanted(context))?;
     // `norm.order` describes in which order the input has the dimensions of heads and positions in memory. The gradient
