@@ -26,9 +26,11 @@
 // wanted in f32. `bias` is not added to partials, but `sums_bias` (f32), if not null, is added to each of their `splits`
 // slices. So pass it only with one split, where partials are the f32 result.
 //
-// Dynamic shared memory, in bytes:
-//   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
-//   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
+// Dynamic shared memory, in bytes: STAGES buffers for the operands of a step, and 128 for barriers (two of 8 bytes for each stage).
+//   forward pass, buffers of (M + N) * 128 bytes:
+//     m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
+//   gradient of the input, buffers of M * 128 + ceil(N / 64) * 8192 bytes:
+//     m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
 //
 // addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels), of which `sharing` consecutive pixels get the
 // same row; see ConvAddend. The kernel does not add it to partials; `conv2d_sum` must.
@@ -46,7 +48,8 @@
 //   padding - dilation * (kernel - 1), where kernel is kernel_width or kernel_height.
 //   Gradient of the input: grad_y, one map for each phase, M pixels per column, element strides 1, lower corner =
 //   origin + (taps - 1) * move, upper corner = lower corner + pixels - source. `grad_input_axis` (conv/geometry.cuh) gives
-//   these values for each axis. A phase without pixels or taps needs no map.
+//   these values for each axis of a phase: `pixels` and `source` are the sizes of the result and of grad_y along this axis, and
+//   tap a reads grad_y at `origin + move * a` for the first result pixel. A phase without pixels or taps needs no map.
 //   Both coordinates of each corner must be from -128 to 127, and dilation * (kernel - 1), the distance from the first to the
 //   last kernel tap, at most 255. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"
@@ -87,9 +90,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 // the multiprocessors once. M is the number of output channels of a tile.
 // Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
 // splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
-// Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials: f32 (splits, elements of the
-// weight), or null. With PAIRED, the two blocks of a cluster take neighbouring output channels, and each fetches half of the
-// windows for both.
+// Dynamic shared memory, STAGES * (M + 256) * 128 bytes and 128 for barriers: m64 204928, m128 196736, m192 229504 bytes.
+// partials: f32 (splits, elements of the weight), or null. With PAIRED, the two blocks of a cluster take neighbouring output
+// channels, and each fetches half of the windows for both.
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                              \
     extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(           \
         TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {              \

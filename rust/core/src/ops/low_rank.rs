@@ -158,6 +158,7 @@ impl<'a> LowRanks<'a> {
         if self.places.is_empty() {
             return Ok(None);
         }
+        // `unset` allocates an uninitialised tensor, in the dtype and on the device of `x`.
         let hidden = compute::unset(OP, x, &[x.dims()[0], total_rank(&self.places)])?;
         for alike in of_one_scale(&self.places) {
             let scale = self.places[alike.start].scale;

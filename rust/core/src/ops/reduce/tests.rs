@@ -35,7 +35,7 @@ fn results_keep_the_reduced_dimensions_only_with_keepdim() {
             [
                 x.sum(&dims, keepdim).unwrap(),
                 x.mean(&dims, keepdim).unwrap(),
-                x.var(&dims, keepdim, 0.0).unwrap(),
+                x.var(&dims, keepdim, /* correction */ 0.0).unwrap(),
                 x.max(&dims, keepdim).unwrap(),
                 x.min(&dims, keepdim).unwrap(),
                 x.logsumexp(&dims, keepdim).unwrap(),

@@ -33,8 +33,8 @@ pub fn step(
     let gpu = Gpu::of(op, &table.pieces)?;
     // All elementwise kernels take the arguments of Adam's kernels. `table.known` describes the table's variables. The
     // group indices in the table are relative to its `first_group`, so coefficients and settings are passed from this
-    // group on. A segment has the addresses of
-    // parameters and gradients from which the starts of its pieces are counted.
+    // group on. A segment has the addresses of parameters and gradients from which the starts of its pieces are
+    // counted.
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);

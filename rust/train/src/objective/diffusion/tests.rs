@@ -174,6 +174,7 @@ fn timesteps_fill_their_range_and_follow_the_seed() {
     let config = DiffusionConfig { min_timestep: 200, max_timestep: Some(210), ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let draw = |seed| {
+        // Until `_stream` is dropped, random numbers come from this state.
         let _stream = Stream::enter(State { seed, offset: 0 });
         objective.draw_timesteps(5000).unwrap().to_vec::<i64>().unwrap()
     };

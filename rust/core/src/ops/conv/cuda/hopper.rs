@@ -37,7 +37,8 @@ struct Tile {
     columns: usize,
     /// Microseconds that a block needs for [`STEP`] terms of the sums of a tile.
     cost: f64,
-    /// The kernel of the forward pass, and the bytes of shared memory that a block of it needs.
+    /// The kernel of the forward pass, and the bytes of shared memory that a block of it needs (`conv_hopper.cu` says
+    /// for what).
     forward: (&'static Kernel<Forward>, u32),
     /// The kernel of the gradient of the input, and its bytes of shared memory.
     grad_input: (&'static Kernel<GradInput>, u32),
@@ -228,6 +229,7 @@ pub(super) fn forward(
             NO_MAP,
         ],
     };
+    // The kernel writes y, or the parts of the sums if they are split; then `finish` adds the parts.
     let sums = Sums::new(op, gpu, sizes, y, splits)?;
     let Places { y, bias: y_bias, partials, sums_bias } = sums.places(op, &operands)?;
     let (kernel, shared) = tile.forward;
@@ -296,7 +298,9 @@ pub(super) fn grad_input(
     // SAFETY: as in `forward`.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dx, partials, (Const::NULL, Addend::NONE), sizes.channels, splits as u32)?;
+        let bias_and_addend = (Const::NULL, Addend::NONE);
+        let row_len = sizes.channels; // a row of dx is one pixel
+        sum_parts(op, gpu, dx, partials, bias_and_addend, row_len, splits as u32)?;
     }
     Ok(true)
 }
@@ -355,7 +359,9 @@ pub(super) fn grad_weight(
     // SAFETY: as in `forward`.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dw, partials, (Const::NULL, Addend::NONE), window as u32, splits as u32)?;
+        let bias_and_addend = (Const::NULL, Addend::NONE);
+        let row_len = window as u32; // a row of dw is the weight of one output channel
+        sum_parts(op, gpu, dw, partials, bias_and_addend, row_len, splits as u32)?;
     }
     Ok(true)
 }
