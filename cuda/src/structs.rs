@@ -1,5 +1,5 @@
 //! Structures that the host passes to the kernels, as arguments or in device memory. The CUDA file that declares a structure documents its
-//! fields.
+//! fields, and has the constants that are the lengths of its arrays.
 //!
 //! The build script includes this file too: it compiles the kernels with assertions that each structure of [`LAYOUTS`] has the same size,
 //! alignment and fields in CUDA.
@@ -86,7 +86,7 @@ structs! {
         groups: u32,
     }
 
-    /// Declared in include/engine.cuh.
+    /// Declared in include/engine.cuh: the driver's `CUtensorMap`.
     #[repr(align(64))]
     TensorMap { opaque: [u64; 16], }
 

@@ -207,7 +207,7 @@ fn gradients_in_a_flat_buffer_equal_those_of_separate_variables() -> Result<()> 
         let flat = Layer::new(dtype, DType::F32)?;
         // Variables outside of a buffer, with the values that `Layer::new` draws.
         let separate = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };
-        for (flat, separate) in flat.train(false)?.iter().zip(&separate.train(false)?) {
+        for (flat, separate) in flat.train(/* dora: */ false)?.iter().zip(&separate.train(/* dora: */ false)?) {
             close(flat, separate, 1e-6);
         }
     }
@@ -217,9 +217,9 @@ fn gradients_in_a_flat_buffer_equal_those_of_separate_variables() -> Result<()> 
 #[test]
 fn dtypes_that_do_not_fit_are_errors() -> Result<()> {
     let layer = Layer::new(DType::BF16, DType::F16)?;
-    assert!(matches!(layer.run(false), Err(Error::DType { .. })));
+    assert!(matches!(layer.run(/* dora: */ false), Err(Error::DType { .. })));
     let layer = Layer::new(DType::F32, DType::F64)?;
-    assert!(matches!(layer.run(true), Err(Error::DType { .. })));
+    assert!(matches!(layer.run(/* dora: */ true), Err(Error::DType { .. })));
     Ok(())
 }
 

@@ -50,9 +50,9 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
         );
         return Err(Error::shape(op, message));
     }
-    // Inputs 1 and 2 are `y` and `gate`. `Saved::keep` keeps a gate smaller than `y` even inside a checkpoint.
-    // Otherwise a recomputation would have to reach this operation to save the gate, and would compute `y` on the way,
-    // which is often an expensive product.
+    // Inputs 1 and 2 are `y` and `gate`. `Saved::keep` keeps a gate smaller than `y`, which takes little memory, even
+    // inside a checkpoint. With `save`, a recomputation would have to reach this operation to save the gate, and would
+    // compute `y` on the way, which is often an expensive product.
     record(
         &GATED_ADD,
         &[x, y, gate],
@@ -82,6 +82,7 @@ impl Backward for GatedAddBackward {
         }
         if let Some(y) = self.y.as_ref().filter(|_| context.needs(2)) {
             let product = compute::binary(&grad, &y.get()?, Mul)?;
+            // Sum over the dimensions in which the gate was broadcast.
             context.add(2, reduced(product, &self.gate_dims)?)?;
         }
         if context.needs(0) { context.add(0, grad) } else { Ok(()) }

@@ -184,7 +184,7 @@ impl WeightFiles {
         let (state, tensors) = (packed.state.clone(), packed.tensors.clone());
         let missing = |end: &str| error(format!("{name}{end} is missing"));
         let file_of = |end: &str| tensors.get(&format!("{name}{end}")).copied().ok_or_else(|| missing(end));
-        let [scales, code_values] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE_VALUES)?];
+        let (scales_file, code_values_file) = (file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE_VALUES)?);
         // If the scales are quantized themselves (then the state has an offset): the files with the scales of the
         // blocks of scales, and with the values of the scales' codes.
         let nested_files = if state.offset.is_some() {
@@ -196,18 +196,18 @@ impl WeightFiles {
         // example.
         let codes = self.files[file].read_bytes(name)?;
         let mut read = |file: usize, end: &str| self.files[file].read(&format!("{name}{end}"), &Device::Cpu);
-        let scales = read(scales, bitsandbytes::SCALES)?;
-        let code_values = read(code_values, bitsandbytes::CODE_VALUES)?.to_vec::<f32>()?;
+        let scales = read(scales_file, bitsandbytes::SCALES)?;
+        let code_values = read(code_values_file, bitsandbytes::CODE_VALUES)?.to_vec::<f32>()?;
         let nested = match nested_files {
-            Some([scales, code_values]) => {
-                let scales = read(scales, bitsandbytes::NESTED_SCALES)?;
-                Some((scales, read(code_values, bitsandbytes::NESTED_CODE_VALUES)?.to_vec::<f32>()?))
+            Some([scales_file, code_values_file]) => {
+                let scales = read(scales_file, bitsandbytes::NESTED_SCALES)?;
+                Some((scales, read(code_values_file, bitsandbytes::NESTED_CODE_VALUES)?.to_vec::<f32>()?))
             }
             None => None,
         };
         // bitsandbytes stores scales with the codes of its signed dynamic map.
         let are_known = code_values == nf4_values()
-            && nested.as_ref().is_none_or(|(_, code_values)| *code_values == create_dynamic_map(true));
+            && nested.as_ref().is_none_or(|(_, code_values)| *code_values == create_dynamic_map(/* signed: */ true));
         if !are_known {
             return Err(Error::weights(
                 self.path(),

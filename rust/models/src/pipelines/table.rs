@@ -1,9 +1,9 @@
-//! The table of pipelines. Each family has one entry. `sizes` has the base models of other sizes; `pixels` is how many
-//! pixels a side of an image has per unit of the denoiser's `sample_size`. A part's `sections` say where a checkpoint
-//! in one file may have the part: the keys are a prefix and a name of diffusers (`Naming::Own`) or of the code that the
-//! model was published with (`Original`); every file with the section has the key `probe`. `fits` tells whether a
-//! `config.json` may belong to the part; `published` returns that of the published model. `kohya` and `comfyui` are the
-//! part's names in adapter files of these tools, and `readers` lists the tools that load such files.
+//! The table of pipelines: one entry per family. `sizes` pairs tests of the denoiser's configuration with names that
+//! replace `base.architecture`; `pixels` is the pixels along an image's side per unit of `sample_size`. A part's
+//! `sections` say where a checkpoint in one file may have it: a prefix, then names of diffusers (`Naming::Own`), the
+//! model's authors (`Original`) or llama.cpp (`LLAMA_CPP`); every file with the section has the key `probe`. `fits`
+//! tells whether a `config.json` may belong to the part; `published` returns that of the published model. `kohya` and
+//! `comfyui` name the part in adapter files of these tools; `readers` lists the tools that load them.
 
 use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
@@ -404,7 +404,7 @@ static FLUX2: Pipeline = Pipeline {
             published: || {
                 VaeConfig {
                     latent_channels: 32,
-                    latent_norm_eps: Some(1e-4),
+                    latent_norm_eps: Some(1e-4), // the field `batch_norm_eps` in files
                     scaling_factor: 1.0,
                     ..VaeConfig::default()
                 }
@@ -472,7 +472,7 @@ static DIGITS: Pipeline = Pipeline {
     }],
 };
 
-/// Language models. Each is a pipeline of one model.
+/// Language models. Each is a pipeline of one model. Of the other tools, only peft loads their adapters.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",

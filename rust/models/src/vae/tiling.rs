@@ -4,6 +4,11 @@
 
 use trainable_candle_core::{Result, Tensor};
 
+/// The dimension of an image's height.
+const HEIGHT: usize = 1;
+/// The dimension of an image's width.
+const WIDTH: usize = 2;
+
 /// How an image is split into tiles and the tiles' results are joined. `tile` and `step` count pixels of the input,
 /// `blend` and `keep` count pixels of the result. If the input or the result consists of latents, its fields count
 /// latents.
@@ -21,7 +26,8 @@ pub(super) struct Tiling {
 
 impl Tiling {
     /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. One of these numbers is
-    /// a multiple of the other; the smaller one counts latents. Neighbouring tiles overlap by a quarter of the side, rounded down to whole latents.
+    /// a multiple of the other; the smaller one counts latents. Neighbouring tiles overlap by a quarter of the side,
+    /// rounded down to whole latents.
     pub fn new(tile: usize, result: usize) -> Self {
         let latents = tile.min(result);
         let overlap = latents / 4;
@@ -32,30 +38,30 @@ impl Tiling {
 
     /// Calls `process` on every tile of `x` and joins the results.
     pub fn run(&self, x: &Tensor, process: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        let (height, width) = (x.dims()[1], x.dims()[2]);
+        let (height, width) = (x.dims()[HEIGHT], x.dims()[WIDTH]);
         let mut joined_rows = Vec::new();
         // The tiles of the row above, blended with their neighbours, but not cropped to `keep`.
         let mut row_above: Vec<Tensor> = Vec::new();
         for top in (0..height).step_by(self.step) {
-            let strip = x.narrow(1, top, self.tile.min(height - top))?;
+            let strip = x.narrow(HEIGHT, top, self.tile.min(height - top))?;
             let mut row: Vec<Tensor> = Vec::new();
             let mut cropped = Vec::new();
             for (column, left) in (0..width).step_by(self.step).enumerate() {
-                let mut tile = process(&strip.narrow(2, left, self.tile.min(width - left))?.contiguous()?)?;
+                let mut tile = process(&strip.narrow(WIDTH, left, self.tile.min(width - left))?.contiguous()?)?;
                 if let Some(above) = row_above.get(column) {
-                    tile = blend(above, &tile, 1, self.blend)?;
+                    tile = blend(above, &tile, HEIGHT, self.blend)?;
                 }
                 if let Some(left_neighbour) = row.last() {
-                    tile = blend(left_neighbour, &tile, 2, self.blend)?;
+                    tile = blend(left_neighbour, &tile, WIDTH, self.blend)?;
                 }
-                let (h, w) = (self.keep.min(tile.dims()[1]), self.keep.min(tile.dims()[2]));
-                cropped.push(tile.narrow(1, 0, h)?.narrow(2, 0, w)?);
+                let (h, w) = (self.keep.min(tile.dims()[HEIGHT]), self.keep.min(tile.dims()[WIDTH]));
+                cropped.push(tile.narrow(HEIGHT, 0, h)?.narrow(WIDTH, 0, w)?);
                 row.push(tile);
             }
-            joined_rows.push(Tensor::cat(&cropped.iter().collect::<Vec<_>>(), 2)?);
+            joined_rows.push(Tensor::cat(&cropped.iter().collect::<Vec<_>>(), WIDTH)?);
             row_above = row;
         }
-        Tensor::cat(&joined_rows.iter().collect::<Vec<_>>(), 1)
+        Tensor::cat(&joined_rows.iter().collect::<Vec<_>>(), HEIGHT)
     }
 }
 
@@ -75,7 +81,8 @@ fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Te
         .to_device(tile.device())?
         .to_dtype(tile.dtype())?;
     let tail = before.narrow(dim, before.dims()[dim] - extent, extent)?;
-    let fading = tail.mul(&weights.affine(-1.0, 1.0)?)?.add(&tile.narrow(dim, 0, extent)?.mul(&weights)?)?;
+    let tail_weights = weights.affine(-1.0, 1.0)?; // 1 - weights
+    let fading = tail.mul(&tail_weights)?.add(&tile.narrow(dim, 0, extent)?.mul(&weights)?)?;
     Tensor::cat(&[&fading, &tile.narrow(dim, extent, length - extent)?], dim)
 }
 

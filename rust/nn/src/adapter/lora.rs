@@ -103,6 +103,7 @@ impl Lora {
                 ),
             ));
         }
+        // `training()` makes the state with its initial value true: in training mode.
         Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: training() })
     }
 
@@ -123,7 +124,7 @@ impl Lora {
     }
 
     /// Return the dropout probability if dropout is active now. The input of the adapter then differs from the input of
-    /// the layer.
+    /// the layer, so fused operations, which compute both from one input, cannot be used.
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }

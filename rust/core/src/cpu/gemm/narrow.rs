@@ -33,7 +33,7 @@ pub struct Narrow<T: Elem> {
     pub b: *const T::Acc,
     /// Distance between the starts of neighbouring columns of `b`, in elements.
     pub b_step: usize,
-    /// The result.
+    /// The result, with `alpha` and whether the product is added to it.
     pub c: Target<T::Acc>,
 }
 

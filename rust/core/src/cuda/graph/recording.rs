@@ -29,8 +29,8 @@ impl Drop for Template {
     }
 }
 
-/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. Dropping the last
-/// lease of a device releases the memory.
+/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. Each call of
+/// `memory::begin_capture` is the start of one lease. Dropping the last lease of a device releases the memory.
 pub(super) struct Lease(&'static Gpu);
 
 impl Drop for Lease {
@@ -91,7 +91,8 @@ impl Recording {
         recording.lease = Some(Lease(gpu));
         recorder::begin(generator, start);
         upload::capture(known);
-        // The stream waits for the copies that the device's second stream makes.
+        // The stream waits now for the copies that the device's second stream makes, because captured work cannot wait
+        // for work outside of the capture.
         gpu.meet_copies().map_err(|error| driver_error(OP, error))?;
         // The mode is relaxed, because the function may map memory and load modules during the capture.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -109,7 +110,8 @@ impl Recording {
         }
         let end = || {
             self.gpu.stream().context().bind_to_thread()?;
-            // As at the begin of the capture, the stream waits for the copies of the second stream.
+            // The stream waits for the captured copies of the second stream, because a capture can end only after all
+            // streams that took part have joined the stream in which it began.
             let met = self.gpu.meet_copies();
             // SAFETY: the stream is capturing.
             let graph = unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) };
