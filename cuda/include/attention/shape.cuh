@@ -68,5 +68,6 @@ struct Spans {
 
 __host__ __device__ constexpr uint32_t ceil_divide(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+// The kernels compute exponentials to the base 2: exp(x) = exp2(x * LOG2_E), and log(x) = log2(x) * LN_2.
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;

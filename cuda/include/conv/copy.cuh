@@ -40,7 +40,8 @@ enum class Reuse { YES, NO };
 
 // Starts the copy of VEC values to shared memory; writes zeros unless `inside`. With VEC = 8 and 4, the copy is asynchronous,
 // and addresses must be multiples of its size; only VEC = 8 obeys Reuse::NO. With VEC = 1, it is an ordinary copy between any
-// addresses.
+// addresses. In the PTX, %0 is the address in shared memory, %1 the address in global memory, and %2 the number of bytes to
+// read; `cp.async` writes zeros for the bytes that it does not read.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);
@@ -97,7 +98,8 @@ struct Place {
 
 // The windows that ROWS result pixels sum over, as a tile (result pixels, summed values). VEC values are copied at a time.
 // In this and the next two structures, COLUMNS is the number of copies for a row of a tile, PASS the number of rows that the
-// block copies at once, and PASSES the number of rows into which a thread copies.
+// block copies at once, and PASSES the number of rows into which a thread copies. Thread t copies the VEC values from column
+// t % COLUMNS * VEC on, in the rows t / COLUMNS + i * PASS for i < PASSES.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -145,7 +147,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
 };
 
 // The weights (output channels, kernel height, kernel width, input channels) of the forward pass, as a tile (output channels,
-// summed values). `first` is the first output channel. The Conv2dShape is unused; it is there because `Loader` calls
+// summed values). `first` is the first output channel; `place` is the index, in the summed dimension, of the first value that
+// this thread copies in each of its rows. The Conv2dShape is unused; it is there because `Loader` calls
 // `WeightColumns::load` with the same arguments.
 template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;

@@ -100,12 +100,12 @@ impl Var {
     }
 
     pub(crate) fn leaf(&self) -> &Leaf {
-        // `adopt` is the only constructor and always makes a leaf.
+        // `adopt` always makes a leaf, and `of` takes no tensor without one.
         self.0.node.as_ref().and_then(|n| n.leaf()).expect("a variable is a leaf")
     }
 
     fn counter(&self) -> &Arc<Version> {
-        // `adopt` is the only constructor and always sets a version.
+        // `adopt` always sets a version, and `of` takes no tensor without one.
         self.0.version.as_ref().expect("a variable has a version")
     }
 

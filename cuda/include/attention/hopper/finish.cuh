@@ -34,6 +34,7 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     const Task task(item, ceil_divide(shape.queries, ROWS), shape.heads);
     const uint32_t query = task.tile * ROWS + row;
     if (query >= shape.queries) return;
+    // Blocks `first` to `first + count - 1` of the attention kernel have each written a part of the item.
     uint32_t count;
     const uint32_t first = schedule.first_block(item, count);
     // A part has the sums of weights of all rows, then the bases of all rows, then the rows of results before their division by the sums
@@ -97,9 +98,9 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
     }
 }
 
-// Writes dq from its sums in f32, and dk and dv of split items from their parts. Each of the first blocks takes a tile of M queries; each
-// block after them takes 2048 values (eight for each thread) of dk or dv of one split item. An item is a tile of KEYS_AT_ONCE keys.
-// Gradients that are null are not written.
+// Writes dq from its sums in f32, which lack the factor `shape.scale`, and dk and dv of split items from their parts. Each of the first
+// blocks takes a tile of M queries; each block after them takes 2048 values (eight for each thread) of dk or dv of one split item. An item
+// is a tile of KEYS_AT_ONCE keys. Gradients that are null are not written.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
@@ -132,6 +133,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     const uint32_t index = blockIdx.x - tiles, is_value = index / EACH % 2;
     T *to = is_value ? dv : dk;
     SplitItem split;
+    // `order.split` sets `split` to the split item of this block and the number of its parts. It returns false if this index has none.
     if (to == nullptr || !order.split(index / (2 * EACH), split)) return;
     const Strides &strides = is_value ? dv_strides : dk_strides;
     const Task task = order.keys(split.item);

@@ -44,8 +44,8 @@ pub fn checkpoints_take_computed_tensors(
     device: &Device,
     tolerance: f64,
 ) -> std::result::Result<(), String> {
-    // `text` converts errors to messages.
     let strided = false;
+    // `text` converts errors to messages.
     let drawn = text(draw(case, DType::F32, strided))?;
     let inputs = text(drawn.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
     // The index of the input that is computed from a variable; `None`: all inputs are.

@@ -146,7 +146,7 @@ impl CausalLM {
             }
             // The result of attention for all tokens of the pass: (tokens, query heads, width).
             let mixed = match are_uncached {
-                true => varlen_attention(&q, &k, &v, &bounds, window, None)?,
+                true => varlen_attention(&q, &k, &v, &bounds, window, /* scale: */ None)?,
                 false => Tensor::cat(&parts.iter().collect::<Vec<_>>(), 0)?,
             };
             x = layer.finish(&x, &mixed)?;

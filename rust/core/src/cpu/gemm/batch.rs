@@ -50,7 +50,7 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 /// [`Error::Shape`] and [`Error::DType`] if `a`, `b` or `dst` break these rules, [`Error::Candle`] if `dst` shares its
 /// storage with an operand.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
-    write_product("matmul_accumulate", dst, a, b, alpha, true)
+    write_product("matmul_accumulate", dst, a, b, alpha, /* accumulate: */ true)
 }
 
 /// For each of `terms` (dst, a, b), writes `alpha` times the matrix product of `a` and `b` to `dst`, or adds it to
@@ -79,8 +79,8 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
         return Err(Error::shape(op, message));
     }
     // A result of two dimensions is not a matrix if it is the product of a batch of matrices and a vector. Then `batch`
-    // has the batch dimension, or `m` differs from the first dimension. (With one row per matrix they may be equal, but
-    // then the result is a matrix of one column.)
+    // has the batch dimension; or the batch dimension was merged with `m`, and `m` differs from the first dimension.
+    // (With one row per matrix they are equal, but then the result is a matrix of one column.)
     let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
     let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {
@@ -221,7 +221,8 @@ impl Plan {
         }
     }
 
-    /// Writes the product to `c`, or adds it to `c` if `accumulate`.
+    /// Writes the product to `c`, or adds it to `c` if `accumulate`. `T` is the dtype of the operands, `C` that of the
+    /// result.
     ///
     /// # Safety
     /// `a` and `b` start at the first elements of the operands and hold all their elements. `c` is valid for writes of
@@ -274,7 +275,7 @@ impl Plan {
             // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the
             // capacity.
             unsafe {
-                self.run::<T, C>(elements(a)?, elements(b)?, data.as_mut_ptr(), alpha, false);
+                self.run::<T, C>(elements(a)?, elements(b)?, data.as_mut_ptr(), alpha, /* accumulate: */ false);
                 data.set_len(len);
             }
             Ok((C::to_cpu_storage_owned(data), Shape::from(self.dims.as_slice())))

@@ -43,6 +43,7 @@ impl TileShape {
 
     /// Returns the full tile for `T` on this processor.
     pub fn detect<T: Real>() -> Self {
+        // Passes the type `T` to `with_simd`, which gets the instruction set from `dispatch`.
         struct Detect<T>(std::marker::PhantomData<T>);
         impl<T: Lane> WithSimd for Detect<T> {
             type Output = TileShape;
@@ -89,7 +90,8 @@ pub struct Ahead {
 /// The length of a cache line in bytes.
 pub const LINE: usize = 64;
 
-/// Prefetches the cache line of `address`, which may be any address. Does nothing unless the processor is x86-64.
+/// Prefetches the cache line of `address` into the L2 cache. The address may be any. Does nothing unless the processor
+/// is x86-64.
 #[inline(always)]
 pub fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]

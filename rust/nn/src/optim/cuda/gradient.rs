@@ -62,7 +62,7 @@ impl Clip {
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
-        let one_block = Shape::linear(op, 1, /* threads: */ 256)?;
+        let one_block = Shape::linear(op, /* blocks: */ 1, /* threads: */ 256)?;
         // SAFETY: `parts` has `part_count` numbers, and `clip` has two.
         unsafe { function.launch(op, gpu, one_block, arguments) }?;
         Ok(Self(clip))

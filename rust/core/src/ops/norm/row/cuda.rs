@@ -67,8 +67,8 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     Ok(sum.map(|sum| (sum, normalised)))
 }
 
-/// Computes the sum of two tensors, the codes of its layer norm, and the norm's statistics in one kernel; `None` if the
-/// kernel does not support the tensors.
+/// Computes the sum of two tensors, the codes of its layer norm (int8 or fp8), and the norm's statistics in one kernel;
+/// `None` if the kernel does not support the tensors.
 pub(super) fn sum_and_codes(
     &RowNorm { op, size, ref affine, eps, .. }: &RowNorm<'_>,
     [x, residual]: [&Raw; 2],
@@ -141,6 +141,7 @@ fn run(
         };
         let function = gpu.function(kernel, suffix(op, x.dtype())?)?;
         let shape = over_rows(size.rows(), size.len, x.dtype(), FORWARD_THREADS);
+        // The kernels of all kinds have the arguments of `LayerNormForward`.
         let arguments = LayerNormForward {
             x: input(op, x)?,
             residual: optional_input(op, residual)?,
@@ -204,6 +205,7 @@ fn gradients(
                 Kind::Modulated => &MODULATED_LAYER_NORM_BACKWARD,
             };
             let function = gpu.function(kernel, suffix(op, dtype)?)?;
+            // The kernels of all kinds have the arguments of `LayerNormBackward`.
             let arguments = LayerNormBackward {
                 x: x_address,
                 grad: g,
@@ -239,8 +241,8 @@ fn gradients(
         let shape = Shape { grid: [tiles, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
         let arguments = LayerNormAffine { x: x_address, grad: g, mean, rstd, partials, rows, len: len32 };
-        // SAFETY: as above; `partials` has 2 x `len` numbers for each piece (the grid's second dimension) of each
-        // sample (the third).
+        // SAFETY: as above; `partials` has `len` numbers for the scale and `len` for the shift, for each piece (the
+        // grid's second dimension) of each sample (the third).
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;
