@@ -95,7 +95,7 @@ fn fresh_layers_are_trainable_and_start_within_torchs_bound() {
 fn errors_name_a_wrong_shape_and_channels_that_do_not_divide_into_groups() {
     let mut source = Source::stored(InFile(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))])));
     // The layer has 4 input channels, the weight in the file 3.
-    let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), false).err().unwrap();
+    let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), /* bias: */ false).err().unwrap();
     assert!(error.to_string().contains("conv.weight has shape [6, 3, 3, 3]"), "{error}");
     // 3 input channels do not divide into the 2 groups of `OPTIONS`.
     let error = Conv2d::<Var>::new(3, 4, [1, 1], OPTIONS, &Device::Cpu).err().unwrap();
@@ -110,6 +110,7 @@ fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());
     let x = random(&[2, 7, 5, 4]);
     let plain = values(&model.0.forward(&x).unwrap());
+    // With `wd_on_output`, DoRA has a magnitude for each output, otherwise for each input.
     for (adapter, wd_on_output) in [("lora", true), ("dora", true), ("dora", false)] {
         let config = LoraConfig {
             r: 2,

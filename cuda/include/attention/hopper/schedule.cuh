@@ -35,6 +35,7 @@ struct ScheduleWalk {
 
 // A kernel parameter, passed by value: `items` items of `steps` steps each, of which the first `whole` are not split, for `blocks` blocks.
 struct Schedule {
+    // Whether blocks take their items from a queue while they run, as with `Queue`.
     static constexpr bool IS_QUEUE = false;
     using Walk = ScheduleWalk;
     // The mask of the forward pass. Every query sees every key, so it hides nothing. `HopperForward` itself hides columns beyond the last
@@ -57,7 +58,7 @@ struct Schedule {
     // compute the parts of an item. If the sequence is empty, this is 1, because `start` divides by it.
     __device__ __forceinline__ uint32_t sharing_blocks() const { return max(1u, min(blocks, sequence_steps())); }
     // `start`: the index of a block's first step in the sequence, or the sequence's length for a block that takes no step. `owner`: the
-    // block that takes step `step` of the sequence.
+    // block that takes step `step` of the sequence, which is the last block that starts at `step` or before it.
     __device__ __forceinline__ uint32_t start(uint32_t block) const {
         return min(block, sharing_blocks()) * sequence_steps() / sharing_blocks();
     }
@@ -78,7 +79,7 @@ struct Schedule {
     }
     // The slot of a block's part of an item. Each block has two slots: the first is for the item in which the block's part of the sequence
     // begins, the second for the next item. They suffice if there are fewer split items than blocks: then a block's part of the sequence
-    // has steps of at most two items.
+    // has at most as many steps as an item, so steps of at most two items.
     __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
         return 2 * block + (start(block) / steps != item - whole);
     }

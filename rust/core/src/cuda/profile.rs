@@ -171,6 +171,7 @@ pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce(
     let before = mark()?;
     let result = queue()?;
     profile.launches.push((name(), before, mark()?));
+    // After a full batch, queue the gate before the next batch, then let the GPU run this one.
     if profile.launches.len().is_multiple_of(BATCH) {
         let next = Gate::close(gpu).map_err(|error| driver_error(OP, error))?;
         std::mem::replace(&mut profile.gate, next).open();

@@ -53,11 +53,12 @@ impl Block {
     /// The block's result for the tokens `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied
     /// SiLU. The result has the shape of `x`.
     pub(super) fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
+        // (B, 6 D) in six chunks of (B, D).
         let modulation = self.modulation.forward(condition)?.chunk(6, 1)?;
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
             unreachable!("six chunks")
         };
-        let attended = self.attn.forward(&modulated_layer_norm(x, scale_attn, shift_attn, EPS)?, None)?;
+        let attended = self.attn.forward(&modulated_layer_norm(x, scale_attn, shift_attn, EPS)?, /* context: */ None)?;
         let x = x.add(&attended.mul(&gate_attn.unsqueeze(1)?)?)?;
         let hidden = self.ff_in.forward(&modulated_layer_norm(&x, scale_ff, shift_ff, EPS)?)?.gelu(Gelu::Tanh)?;
         x.add(&self.ff_out.forward(&hidden)?.mul(&gate_ff.unsqueeze(1)?)?)
@@ -70,9 +71,9 @@ impl Block {
         let (dim, hidden_dim) = (self.ff_out.out_features(), self.ff_out.in_features());
         let (inputs, hidden) = (tokens * dim, tokens * hidden_dim);
         // Full checkpointing recomputes this block alone, not together with the previous block.
+        let joins_previous = false;
         // `keep` counts the input of each of the two norms and of the GELU. Pairs are the number of a layer's input
         // values and the number of tokens; `cheap_linear` is for inputs that selective checkpointing recomputes.
-        let joins_previous = false;
         saved.block(inputs, joins_previous, |saved| {
             saved.linear(&self.modulation, (dim, 1));
             saved.keep(inputs);

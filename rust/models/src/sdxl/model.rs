@@ -104,6 +104,7 @@ impl SDXLUNet {
         let text = conditions.encoder_hidden_states.to_dtype(dtype)?;
         let conditions = Conditions { time, text: &text };
 
+        // The layers take channels last. Down blocks push their results to `skips`, and up blocks pop them.
         let mut x = self.conv_in.forward(&sample.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
         let mut skips = vec![x.clone()];
         for block in &self.down_blocks {
@@ -255,7 +256,8 @@ impl Model for SDXLUNet {
         }
         self.mid_block.saved(area(last_level), size.tokens, saved);
         // An up block takes the areas of its own level and of the level above, to which it upsamples. The block of
-        // level 0 does not read the second area. `channels` is the number of channels of the block's input.
+        // level 0 does not read the second area. `channels` is the number of channels of the block's input; `saved`
+        // returns that of its result, which is the input of the next block.
         let mut channels = widths[last_level];
         for (level, block) in (0..=last_level).rev().zip(&self.up_blocks) {
             channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);

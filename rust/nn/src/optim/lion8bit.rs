@@ -98,6 +98,7 @@ impl Rule for Lion8bitRule {
 
 fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
     let coefficients = Coefficients::new(config.lr, config.betas, config.weight_decay);
+    // Variables below `min_8bit_size` have a momentum in f32.
     if matches!(chunk.states.as_slice(), [StateSlice::Float(_)]) {
         return update_float(coefficients, chunk);
     }
@@ -110,7 +111,7 @@ impl Step<1> for Coefficients<f32> {
 
     /// Updates the block's parameters and momentum. If a gradient is non-finite, its element's parameter does not
     /// change and the element's momentum becomes zero; bitsandbytes would set this momentum to the block's largest
-    /// value.
+    /// value. `m` is room for the block's new momentum in f32, which is encoded at the end.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
         let Block { param, grad, states: [(codes, absmax)] } = block;

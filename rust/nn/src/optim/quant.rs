@@ -157,7 +157,8 @@ impl Codebook {
             if code < 255 {
                 let border_bits = border(&values, code as usize).to_bits();
                 if border_bits >> 16 == upper {
-                    // The lower half of the last value with `code`; values with a larger lower half get the next code.
+                    // The lower half of the last value with `code`. The addition carries, so that a value gets the next
+                    // code, if its lower half is larger.
                     let last = if negative { !border_bits } else { border_bits } & 0xffff;
                     entry |= 0xffff - last;
                     code += 1;
