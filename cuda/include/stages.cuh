@@ -9,7 +9,7 @@ constexpr int WARPGROUP = 128;
 
 // Starts to copy a box of a tensor of three dimensions to `to`. The box begins at the indices (first, second, third); elements are
 // consecutive along the first dimension. `barrier` counts the bytes that arrive. With BOTH, the engine copies the box to both blocks of a
-// cluster of two (3 is the mask of both).
+// cluster of two (3 is the mask of both). In the PTX, %0 is `to`, %1 the map, %2 to %4 the indices, %5 the barrier, and %6 the mask.
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
     if constexpr (BOTH) {
@@ -37,7 +37,7 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
 // The stages of a block. Each stage has two barriers of 8 bytes: `filled` completes when its copies have arrived, `emptied` when the
 // warpgroups of all blocks of the cluster have read it. `stages`, `filled` and `emptied` are the addresses of the first stage and of its
 // barriers; those of the further stages follow. `stage` is the index of the current stage, and `round` is how often the ring has begun
-// again.
+// again. CLUSTER is the number of blocks of the cluster, 1 or 2.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     // The number of threads of a block that multiply.
     static constexpr int WORKERS = 2 * WARPGROUP;

@@ -333,7 +333,7 @@ mod tests {
             let y = model.0.run_one(0, &[&y], |block, inputs| inputs[0].mul(&block.0)).unwrap();
             let vars: Vec<Var> = model.named_vars().into_iter().map(|(_, var)| var).chain([x.clone()]).collect();
             let vars: Vec<&Tensor> = vars.iter().map(|var| var.as_ref()).collect();
-            let grads = grad(&y.sum_all().unwrap(), &vars, None, false).unwrap();
+            let grads = grad(&y.sum_all().unwrap(), &vars, None, /* retain_graph: */ false).unwrap();
             grads.iter().map(|grad| grad.as_ref().unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()
         };
         let expected = gradients();

@@ -207,7 +207,9 @@ impl WeightFiles {
         };
         // bitsandbytes stores scales with the codes of its signed dynamic map.
         let are_known = code_values == nf4_values()
-            && nested.as_ref().is_none_or(|(_, code_values)| *code_values == create_dynamic_map(/* signed: */ true));
+            && nested
+                .as_ref()
+                .is_none_or(|(_, code_values)| *code_values == create_dynamic_map(/* signed: */ true));
         if !are_known {
             return Err(Error::weights(
                 self.path(),

@@ -58,7 +58,8 @@ impl Block {
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
             unreachable!("six chunks")
         };
-        let attended = self.attn.forward(&modulated_layer_norm(x, scale_attn, shift_attn, EPS)?, /* context: */ None)?;
+        let attended =
+            self.attn.forward(&modulated_layer_norm(x, scale_attn, shift_attn, EPS)?, /* context: */ None)?;
         let x = x.add(&attended.mul(&gate_attn.unsqueeze(1)?)?)?;
         let hidden = self.ff_in.forward(&modulated_layer_norm(&x, scale_ff, shift_ff, EPS)?)?.gelu(Gelu::Tanh)?;
         x.add(&self.ff_out.forward(&hidden)?.mul(&gate_ff.unsqueeze(1)?)?)
