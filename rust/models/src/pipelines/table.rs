@@ -1,9 +1,9 @@
 //! The table of pipelines: one entry per family. `sizes` pairs tests of the denoiser's configuration with names that
-//! replace `base.architecture`; `pixels` is the pixels along an image's side per unit of `sample_size`. A part's
-//! `sections` say where a checkpoint in one file may have it: a prefix, then names of diffusers (`Naming::Own`), the
-//! model's authors (`Original`) or llama.cpp (`LLAMA_CPP`); every file with the section has the key `probe`. `fits`
-//! tells whether a `config.json` may belong to the part; `published` returns that of the published model. `kohya` and
-//! `comfyui` name the part in adapter files of these tools; `readers` lists the tools that load them.
+//! then replace `base.architecture`; `pixels` is the number of pixels of an image's side per unit of the denoiser's
+//! `sample_size`. A part's `sections` say where a checkpoint in one file may have the part: a prefix, then names of
+//! diffusers (`Naming::Own`), the authors (`Original`) or llama.cpp (`LLAMA_CPP`); `probe` is a key of every such
+//! section. `fits` tells whether a `config.json` may belong to the part; `published` returns that of the published
+//! model. `kohya` and `comfyui` name the part in these tools' adapter files; `readers` lists the tools that load them.
 
 use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
