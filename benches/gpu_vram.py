@@ -1,6 +1,6 @@
 """Predicted and measured memory and time of runs that must fit into cards of several sizes.
 
-python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--steps 16]
+python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--ballast]
 
 Each model has its full size and random weights (`gpu_job.py` and `gpu_text_job.py` say how much
 disk space they take), and is trained through the command line with each `--vram`: LoRA of rank 16
@@ -10,6 +10,9 @@ results from the cache. Each run's line has the predicted peak of memory ("annou
 tensors, the peak of the device, the predicted and the measured milliseconds of a step, and what the
 plan chose. The peak of the device is that of nvidia-smi: it includes CUDA's own memory, which
 `--vram` counts too. The measured time is the median of the second half of the steps.
+
+With `--ballast`, this script fills the GPU so that only the given GiB stay free, and `train` gets
+no `--vram`: it must find out what is free.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import full_flow
 import full_size
 import full_text
 from gpu_job import JOBS, RANK, Outcome, command
+from gpu_timing import GIB
 
 import trainable_candle as tc
 
@@ -78,6 +82,12 @@ def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
     )  # fmt: skip
 
 
+def ballast(free: float) -> tc.Tensor:
+    """Take memory of the GPU until `free` GiB are left; the memory is held by the result."""
+    taken = tc.cuda.memory_stats("cuda")["free"] - int(free * GIB)
+    return tc.zeros((taken // 4,), dtype="f32", device="cuda")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -90,6 +100,9 @@ def main() -> None:
         "--folder", type=Path, help="an existing folder (default: that of temporary files)"
     )
     parser.add_argument("--steps", type=int, default=16, help="training steps of a run")
+    parser.add_argument(
+        "--ballast", action="store_true", help="fill the rest of the GPU instead of giving --vram"
+    )
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
@@ -102,12 +115,16 @@ def main() -> None:
             flags = prepare(model, work)
             tc.cuda.empty_cache()
             for vram in given.vram.split(","):
+                held = ballast(float(vram)) if given.ballast else None
+                limit = [] if given.ballast else ["--vram", vram]
                 outcome = command(
                     "train", *flags, "--output", str(work / vram), "--device", "cuda",
                     "--precision", "bf16", "--rank", str(RANK), "--steps", str(given.steps),
-                    "--vram", vram,
+                    *limit,
                 )  # fmt: skip
                 print(row(model, vram, outcome, work / vram), flush=True)
+                del held
+                tc.cuda.empty_cache()
         finally:
             shutil.rmtree(work)
 
