@@ -5,7 +5,8 @@
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work among the blocks. An item is a tile of queries (forward) or of keys
 // (backward) of a head. Each step of an item combines its tile with one tile of the head's keys (forward) or queries (backward). One block
-// does all steps of an item, or the host splits the item: then several blocks do a part of its steps each.
+// does all steps of an item, or the host splits the item: then several blocks share its steps, and a later kernel (sum or finish) adds up
+// what they computed, the parts of the item. (R and M are the numbers of queries in a tile.)
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // The host sets the fields `blocks` and `whole` of `Schedule`. `blocks` is the number of multiprocessors. If the host splits no item,
@@ -24,7 +25,8 @@
 // attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of items that are not split. For each part of a split
 // item, writes a row of parts, f32 (2 * blocks, R * (width + 2)) with width = 64 or 128: for R queries the sums of the softmax's weights,
 // then the bases (what was subtracted in the exponents), then the results before their division by the sums. A block does parts of at most
-// two items. parts may be null if no item is split. `groups` is R / 64: each warpgroup computes 64 queries, and one more copies.
+// two items, and writes them to its two rows, 2 * block and 2 * block + 1. parts may be null if no item is split. `groups` is R / 64: each
+// of these warpgroups computes 64 queries, and one more warpgroup copies. The argument 128 of the template is the keys in a tile.
 // Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
@@ -61,7 +63,7 @@
 // attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of items that are not split. Writes dk and dv of each part
 // of a split item to parts, f32 (2 * blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums, f32
 // (batch * heads * steps, M * width). parts may be null if no item is split. The blocks wait for one another, so all of them must run at
-// the same time.
+// the same time. `Order` (include/attention/hopper/order.cuh) adds to `Schedule` the sequence in which they add to a tile of dq.
 // Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
 #define BACKWARD(w, dtype, type, m)                                                                                                \
     ENTRY(3 * WARPGROUP)                                                                                                           \

@@ -57,12 +57,12 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         gradient_norm_l2_##suffix(const T *grads, uint64_t count, double *parts) {                                     \
         follow();                                                                                                      \
-        norm_part<T, false>(grads, count, parts);                                                                      \
+        norm_part<T, /*MAX=*/false>(grads, count, parts);                                                              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         gradient_norm_max_##suffix(const T *grads, uint64_t count, double *parts) {                                    \
         follow();                                                                                                      \
-        norm_part<T, true>(grads, count, parts);                                                                       \
+        norm_part<T, /*MAX=*/true>(grads, count, parts);                                                               \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
@@ -111,7 +111,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
 // Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if the norm is infinite
 // or NaN. It is multiplied by `growth` after `interval` consecutive steps with a finite norm, unless the product is larger than
-// the largest f32 number.
+// the largest f32 number. `growth_tracker` is the number of these steps since the last change of the scale or non-finite norm.
 //   norm: the norm of this step's gradients, which is infinite or NaN if one of them is.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void

@@ -12,6 +12,7 @@
 
 namespace {
 
+// A thread copies pack `pack` of y[o, j, :] from the row ids[j] of x. `row` is o · count + j.
 template <typename T, int N>
 __device__ __forceinline__ void select(const T *x, const void *ids, T *y, Counter *out_of_range, uint64_t outer, uint32_t size,
                                        uint32_t count, uint32_t inner, uint32_t id_bytes) {
@@ -27,6 +28,7 @@ __device__ __forceinline__ void select(const T *x, const void *ids, T *y, Counte
     }
 }
 
+// A thread copies one element, y[o, j, i] with the index `index`, which is also the index of its id. `row` is o · count + j.
 template <typename T>
 __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counter *out_of_range, uint64_t outer, uint32_t size,
                                        uint32_t count, uint32_t inner, uint32_t id_bytes) {
@@ -77,9 +79,9 @@ struct Matches {
     }
 };
 
-// A column is one of the packs of (outer, inner), and a tile is THREADS columns. Each iteration of the outer loop handles the row `id` of
-// dx in one tile. `piece` is the number of ids in a piece (see index_select_backward below), and the block has the ids from `first` up to,
-// but not including, `end`. `at` is the index along `inner` of the first element of the column.
+// A column is one of the packs of (outer, inner), and a tile is THREADS columns, one per thread. Each iteration of the outer loop handles
+// the row `id` of dx in one tile: `work` is tile · size + id. `piece` is the number of ids in a piece (index_select_backward below), and
+// the block has the ids from `first` up to, but not including, `end`. `at` is the index along `inner` of the first element of the column.
 template <typename T, int N>
 __device__ __forceinline__ void select_backward(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,
                                                 uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes,
@@ -115,9 +117,9 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     }
 }
 
-// Columns and tiles are those of `select_backward`. Each iteration of the outer loop handles the id with index j in one tile. If several
-// ids are equal, only the iterations of the first of these ids add up the gradients of all of them. The iterations of the others do
-// nothing.
+// Columns and tiles are those of `select_backward`. Each iteration of the outer loop handles the id with index j in one tile: `work` is
+// tile · count + j. If several ids are equal, only the iterations of the first of these ids add up the gradients of all of them. The
+// iterations of the others do nothing.
 template <typename T, int N>
 __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size, uint32_t count,
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
@@ -128,8 +130,8 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
         const int64_t id = load_id(ids, id_bytes, j);
         bool is_first = is_id(id, size);
         for (uint64_t step = 0; step < j && is_first; step += THREADS) {
-            const uint64_t at = step + threadIdx.x;
-            is_first = !__syncthreads_or(at < j && load_id(ids, id_bytes, at) == id);
+            const uint64_t earlier = step + threadIdx.x; // the index of the id that this thread compares
+            is_first = !__syncthreads_or(earlier < j && load_id(ids, id_bytes, earlier) == id);
         }
         if (!is_first) continue;
         const uint64_t column = work / count * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;

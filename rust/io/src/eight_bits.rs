@@ -19,7 +19,7 @@ use crate::tensor_writer::EightBits;
 const SCALES: [&str; 2] = ["scale_weight", "weight_scale"];
 /// The ending of the key of the rows' largest magnitudes in files of bitsandbytes.
 const LARGEST: &str = "SCB";
-/// The magnitude of the int8 code of an element that has the largest magnitude of its row.
+/// The int8 code, without its sign, for the largest magnitude of a row. Smaller magnitudes have smaller codes.
 pub(crate) const LARGEST_INT8: f32 = 127.0;
 /// The possible endings of the key of the scales of the layer's inputs. These scales do not change the weight.
 const INPUTS: [&str; 2] = ["scale_input", "input_scale"];

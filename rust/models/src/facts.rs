@@ -309,8 +309,8 @@ pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathB
             }
         },
     };
-    let mut of_parts = parts.values().filter_map(|part| part.place).map(|place| place.pipeline);
-    let pipeline = pipeline.or_else(|| of_parts.next());
+    let mut pipelines_of_parts = parts.values().filter_map(|part| part.place).map(|place| place.pipeline);
+    let pipeline = pipeline.or_else(|| pipelines_of_parts.next());
     let (prediction_type, zero_snr) = if is_folder { by_scheduler(path)? } else { by_markers(path)? };
     Ok(Facts { pipeline, parts, prediction_type, zero_snr })
 }
@@ -335,8 +335,8 @@ fn parts_of(
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
-            // Where one file may hold this part together with others, a file of this part alone is no checkpoint.
-            // (Files with the names of an original checkpoint have `original`.)
+            // A file whose names are not those of an original checkpoint (`original` is None) holds this part alone. It
+            // is accepted only if the part is never in one file with others; otherwise it is no checkpoint.
             Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
@@ -468,18 +468,21 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     };
     let kind = config.kind()?;
     let mut memory = AdapterMemory::default();
-    let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4)))?;
+    let is_conv = |dims: &[usize]| dims.len() == 4;
+    let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), is_conv(dims))))?;
     for name in selected.keys() {
-        let settings: AdapterSettings = config.settings(name, layers[name].len() == 4)?;
-        let starts = with_base(&layers[name], |base| (kind.start)(base, &settings))?;
+        let settings: AdapterSettings = config.settings(name, is_conv(&layers[name]))?;
+        // The names of the adapter's parameters, with their shapes and initial values.
+        let initial = with_base(&layers[name], |base| (kind.start)(base, &settings))?;
         // The scales that quantization-aware training learns for linear layers.
         let scales = config.qat.filter(|_| config.qat_learned_scales).and_then(|grid| match *layers[name] {
             [rows, columns] => Some(vec![grid.scales(rows, columns)]),
             _ => None,
         });
-        for dims in starts.into_iter().map(|(_, start)| start.dims).chain(scales) {
+        let is_rounded = config.dtype == DType::BF16;
+        for dims in initial.into_iter().map(|(_, start)| start.dims).chain(scales) {
             memory.parameters += dims.iter().product::<usize>();
-            memory.state_bytes += optimizer.state_bytes(&dims, config.dtype == DType::BF16);
+            memory.state_bytes += optimizer.state_bytes(&dims, is_rounded);
         }
     }
     Ok(memory)

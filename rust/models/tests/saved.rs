@@ -102,19 +102,19 @@ fn check_first_blocks(
         let kept = (saved_bytes() - start) as f64;
         drop(result);
         let name = model.class_name();
-        // The estimate must not rise if more blocks are recomputed, except if all are. Then it adds the values that the
-        // layers after the blocks keep to the values of recomputed blocks, although the backward pass frees the former
-        // before it recomputes blocks.
+        // The estimate must not rise if more blocks are recomputed, except if all are. It may rise then, because it is
+        // the sum of what the layers after the blocks keep and of what recomputed blocks keep. (The tape does not hold
+        // both at once: the backward pass frees the former before it recomputes blocks.)
         let does_not_rise = estimated <= previous || count == all;
         assert!(
             does_not_rise,
             "{name}: {count} of {all} blocks: estimated {estimated} bytes, with fewer blocks {previous}"
         );
         previous = estimated;
-        // The two may differ by about a seventh. In addition, the estimate may exceed what the tape holds by the values
-        // of recomputed blocks.
-        let recomputed = estimate(Policy::Full.into());
-        let fits = estimated > 0.86 * kept && estimated < 1.14 * kept + recomputed;
+        // The two may differ by about a seventh. In addition, the estimate counts the values of recomputed blocks,
+        // which the tape does not hold here. They are at most the whole estimate under full checkpointing.
+        let under_full = estimate(Policy::Full.into());
+        let fits = estimated > 0.86 * kept && estimated < 1.14 * kept + under_full;
         assert!(fits, "{name}: {count} of {all} blocks: estimated {estimated} bytes, kept {kept}");
     }
 }

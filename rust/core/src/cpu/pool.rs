@@ -291,6 +291,7 @@ fn pool() -> Option<Arc<rayon::ThreadPool>> {
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         Err(TryLockError::WouldBlock) => return None,
     };
+    // Starts a pool if this process has none. What `replace` returns is a pool only if one was inherited by a fork.
     if here(&slot).is_none()
         && let Some(inherited) = std::mem::replace(&mut *slot, Threads::start(num_threads()).ok())
     {

@@ -128,7 +128,8 @@ impl Tensor {
         let shares_memory = self.raw.is_contiguous();
         let mut result = record_view(&RESHAPE, self, view, || ReshapeBackward(self.shape().clone()))?;
         if !shares_memory {
-            // The copy has memory of its own, so no change of a variable can make it invalid.
+            // `record_view` gave the result the version of the variable that owns the input's memory. But the result is
+            // a copy in memory of its own, so no change of that variable can make it invalid.
             result.version = None;
         }
         Ok(result)

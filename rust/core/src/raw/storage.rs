@@ -10,7 +10,8 @@ pub type Raw = candle_core::Tensor;
 
 /// A contiguous CPU tensor that owns `data` (row-major, `data.len()` elements).
 pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
-    Raw::from_storage(Storage::Cpu(T::to_cpu_storage_owned(data)), shape, BackpropOp::none(), false)
+    let is_variable = false;
+    Raw::from_storage(Storage::Cpu(T::to_cpu_storage_owned(data)), shape, BackpropOp::none(), is_variable)
 }
 
 /// The address and the size in bytes of the storage of `raw`. All views of one storage have the same address. It
@@ -44,8 +45,8 @@ fn cpu_len(storage: &CpuStorage) -> usize {
 }
 
 /// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in
-/// memory: the stride of heads is smaller than that of positions, and there is more than one position. A transposed
-/// view of a contiguous tensor of shape `[.., positions, heads * features]` has this layout.
+/// memory: the stride of heads is smaller than that of positions, and there is more than one position. A contiguous
+/// tensor of shape `[.., positions, heads, features]` has this layout after the heads and positions are swapped.
 pub fn heads_are_adjacent(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]

@@ -1,11 +1,12 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
 //! If the copy is in the memory of the host, the process of the lowest rank on the machine writes the copy, and the
-//! other processes map it. If the copy is in slices on the devices, each process writes the slices of some of the units
-//! (the streamed weights of one block are a unit). All processes take the same steps: they build the same model,
-//! compare the descriptions of their units, and exchange messages. A process reads what another process wrote only
-//! after both have exchanged a message. Each process loads every weight once, to compute the digest for the comparison;
-//! after that, only the process that writes the weight keeps its values.
+//! other processes map it. If the copy is in slices on the devices, the units (the streamed weights of one block
+//! each) are divided among the processes: one process writes all slices of a unit, those on the devices of the other
+//! processes too. All processes take the same steps: they build the same model, compare the descriptions of their
+//! units, and exchange messages. A process reads what another process wrote only after both have exchanged a message.
+//! Each process loads every weight once, to compute the digest for the comparison; after that, only the process that
+//! writes the weight keeps its values.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;

@@ -63,7 +63,8 @@ impl ModulatedOutput {
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
     pub fn modulated(&self, x: &Tensor, modulation: [&Tensor; 2]) -> Result<Tensor> {
-        self.projection.forward(&modulated(x, modulation)?)
+        let normalized = modulated(x, modulation)?; // the layer norm, then the scale and the shift
+        self.projection.forward(&normalized)
     }
 
     /// The dtype of the weights.
