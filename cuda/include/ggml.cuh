@@ -27,7 +27,8 @@ constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
 // Whether blocks store minimums, which are added to (in Q4_K and Q5_K, subtracted from) the products of codes and scales.
 template <Type TYPE> constexpr bool HAS_MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 
-// Eight codes, one in each byte: signed in Q8_0, otherwise unsigned. The value of a code is (code - zero) * scale + minimum.
+// Eight codes, one in each byte: signed in Q8_0, otherwise unsigned. The value of a code is (code - zero) * scale + minimum. In formats of
+// unsigned codes without a minimum, `zero` is half of the range: 8, 16 or 32 for four, five or six bits.
 struct Codes {
     uint2 bytes;
     int zero;
@@ -72,6 +73,7 @@ __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t pa
 
 // The eight codes from element `at` of a block on. `at` is a multiple of eight.
 template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block, uint32_t at) {
+    // A block of Q8_0 has its scale (2 bytes), then its codes.
     if constexpr (TYPE == Q8_0) return {eight(block + 2 + at), 0, scale(block), 0.0f};
     else if constexpr (!IS_K<TYPE>) {
         constexpr bool HAS_FIFTH = TYPE == Q5_0 || TYPE == Q5_1;

@@ -49,6 +49,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     // Rotates the pairs: (a, b) becomes (a cos - b sin, a sin + b cos). With `back`, it rotates by the negative angles, which turns
     // the gradient of the rotated pairs into that of the original pairs.
     __device__ __forceinline__ void rotate(const A (&cos)[N], const A (&sin)[N], bool back) {
+        // If INTERLEAVED, element e of the 2 N neighbouring ones is values[e / N][e % N].
 #pragma unroll
         for (int i = 0; i < N; i++) {
             A &first = INTERLEAVED ? values[2 * i / N][2 * i % N] : values[0][i];

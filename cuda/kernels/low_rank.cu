@@ -6,7 +6,9 @@
 // them. Blocks that compute other columns of the same rows compute the same hidden again. cuBLAS would need two launches, one for hidden
 // and one for dst. At the sizes of one image, the start of these launches takes longer than their computation.
 //
-// include/low_rank.cuh describes the fragments of the products.
+// include/low_rank.cuh describes the fragments of the products. In short, with g = lane / 4 and t = lane % 4, a thread has the rows g and
+// g + 8 of the block (`half` 0 and 1), the features 8t to 8t + 7 of each 32 features, and the columns 8t to 8t + 7 of each 32 columns of
+// dst. Of each tile of 16 ranks, it loads the ranks 2g and 2g + 1 of down, and gets the sums of the ranks 4t to 4t + 3 of hidden.
 #include "architecture.cuh"
 #include "low_rank.cuh"
 
@@ -53,7 +55,7 @@ template <typename T, bool is_transposed>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
     if (is_transposed) {
-        uint32_t pairs[8];
+        uint32_t pairs[8]; // the ranks 2g and 2g + 1 of each of the thread's eight features
 #pragma unroll
         for (int i = 0; i < 8; i++)
             pairs[i] = words<uint32_t>(down + static_cast<uint64_t>(feature + 8 * t + i) * row + rank + 2 * g);
@@ -106,7 +108,8 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
         }
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS<TILES>; chunk++) {
-            // The left operands of the two products that sum over the 32 features.
+            // The left operands of the two products that sum over the 32 features: a thread's first four features, then its last four.
+            // The four registers are two features of row g, the same of row g + 8, then the next two features of both rows.
             const uint4 upper = x[chunk][0], lower = x[chunk][1];
             const uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
@@ -155,7 +158,7 @@ template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uin
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint2 found = *reinterpret_cast<const uint2 *>(hidden + (g + 8 * half) * TILES * RANKS + tile * RANKS + 4 * t);
-            left[tile][half] = found.x, left[tile][2 + half] = found.y;
+            left[tile][half] = found.x, left[tile][2 + half] = found.y; // the ranks 4t and 4t + 1, 4t + 2 and 4t + 3
         }
 }
 
@@ -210,8 +213,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
                 for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
     }
 
-    // Stores dst + scale_dst · sums, with the `sums` of `multiply`. A thread stores eight neighbouring columns of a row. The sums for its
-    // columns 2i and 2i + 1 are in the results of the matrix products 2i % 4 and 2i % 4 + 1.
+    // Stores dst + scale_dst · sums, with the `sums` of `multiply`. A thread stores eight neighbouring columns of a row. The sum for its
+    // column c is in the result of the matrix product c % 4: there, element c / 4 is of row g, and element 2 + c / 4 of row g + 8.
     __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
                                           uint32_t begin, uint32_t stride) {
 #pragma unroll
@@ -220,12 +223,12 @@ template <typename T, int TILES, bool is_backward> struct Share {
             for (int half = 0; half < 2; half++) {
                 T *at = address_of(to, sizes, begin + piece * stride, half);
                 if (at == nullptr) continue;
-                uint32_t *words = &dst[piece][half].x;
+                uint32_t *pairs = &dst[piece][half].x;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const T *old = reinterpret_cast<const T *>(words + i);
+                for (int i = 0; i < 4; i++) { // the columns 2i and 2i + 1
+                    const T *old = reinterpret_cast<const T *>(pairs + i);
                     const int from = 2 * half + i / 2;
-                    words[i] = pair<T>(widen(old[0]) + sizes.scale_dst * sums[piece][2 * (i % 2)][from],
+                    pairs[i] = pair<T>(widen(old[0]) + sizes.scale_dst * sums[piece][2 * (i % 2)][from],
                                        widen(old[1]) + sizes.scale_dst * sums[piece][2 * (i % 2) + 1][from]);
                 }
                 store_words(at, dst[piece][half]);
@@ -244,6 +247,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     __shared__ alignas(16) T hidden[is_backward ? MOST_TERMS : 1][HIDDEN_SIZE];
     const LowRankTerm *list = terms.list + blockIdx.z;
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
+    // The first column of the warp's next step. All warps of the blocks of these rows take `stride` columns together, STEP each.
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
     constexpr bool loads_early = LOADS_DST_EARLY<TILES, is_backward>;
     Share<T, TILES, is_backward> share;

@@ -5,9 +5,9 @@
 // x and its gradient dx are (batch, height, width, channels), y and its gradient grad are (batch, out_height, out_width, channels).
 // A thread moves packs of neighbouring channels of a pixel: WIDE channels (16 bytes) if the number of channels is a multiple of WIDE and
 // both addresses are multiples of 16 bytes, otherwise one channel.
-// Launch: block 256, grid clamp(rows · ceil(row_len / (1024 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. Here, rows = batch · height
-// and row_len = width · channels, with height and width of the tensor that the kernel writes (y in the forward pass, dx in the backward
-// pass). Any grid gives the same results.
+// Launch: block 256, grid clamp(rows · ceil(row_len / (1024 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. 1024 is BATCH (below) packs
+// for each of 256 threads. Here, rows = batch · height and row_len = width · channels, with height and width of the tensor that the kernel
+// writes (y in the forward pass, dx in the backward pass). Any grid gives the same results.
 
 #include "rows.cuh"
 
@@ -83,15 +83,16 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restri
     const uint32_t packs = channels / N;
     for_each_pack<1>(batch, lines.input, columns.input, packs,
                   [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
-                      // The copies of the pixel are in the output columns from `first` up to, but not including, `last`, and in the
-                      // output lines from first_copy(line) up to, but not including, `last_copy`.
-                      const uint32_t first = columns.first_copy(column), last = columns.first_copy(column + 1);
-                      const uint32_t last_copy = lines.first_copy(line + 1);
+                      // The copies of the pixel are in the output columns from `first_column` up to, but not including, `end_column`,
+                      // and in the output lines from first_copy(line) up to, but not including, `end_line`.
+                      const uint32_t first_column = columns.first_copy(column), end_column = columns.first_copy(column + 1);
+                      const uint32_t end_line = lines.first_copy(line + 1);
                       Acc<T> sum[N] = {};
-                      for (uint32_t copy = lines.first_copy(line); copy < last_copy; copy++) {
-                          const uint64_t row = (image * lines.output + copy) * columns.output;
-                          for (uint32_t at = first; at < last; at++) {
-                              const auto g = load_pack<N>(grad + ((row + at) * packs + pack) * N);
+                      for (uint32_t out_line = lines.first_copy(line); out_line < end_line; out_line++) {
+                          // The index of the first pixel of the output line.
+                          const uint64_t line_start = (image * lines.output + out_line) * columns.output;
+                          for (uint32_t out_column = first_column; out_column < end_column; out_column++) {
+                              const auto g = load_pack<N>(grad + ((line_start + out_column) * packs + pack) * N);
 #pragma unroll
                               for (int i = 0; i < N; i++) sum[i] += widen(g.values[i]);
                           }

@@ -12,6 +12,8 @@ use trainable_candle_nn::optim::{
 };
 
 const STEPS: usize = 5;
+/// For `clip_grad_norm_`: whether a norm that is infinite or NaN is an error.
+const ERROR_IF_NONFINITE: bool = true;
 
 /// The numbers of elements of the variables. They are below and above the sizes of quantized blocks and of the pieces
 /// of a launch; some are too small for 8-bit states, and one is 0.
@@ -159,7 +161,7 @@ fn clipped_steps_and_steps_skipped_by_norms_equal_those_of_the_cpu() {
         for step in 0..STEPS {
             opt.zero_grad().unwrap();
             set_grads(&opt.vars(), step, if step == 3 { f32::INFINITY } else { 1.0 });
-            let norm = clip_grad_norm_(&opt.vars(), 2.0, NormType::L2, false).unwrap();
+            let norm = clip_grad_norm_(&opt.vars(), 2.0, NormType::L2, !ERROR_IF_NONFINITE).unwrap();
             opt.step_guarded(Guard::finite(&norm).unwrap()).unwrap();
         }
     });
@@ -182,7 +184,7 @@ fn scaled_steps_and_their_scales_equal_those_of_the_cpu() {
                 set_grads(&opt.vars(), step, if step == 1 { f32::NAN } else { scale });
                 if unscale {
                     scaler.unscale(opt).unwrap();
-                    clip_grad_norm_(&opt.vars(), 2.0, NormType::Inf, false).unwrap();
+                    clip_grad_norm_(&opt.vars(), 2.0, NormType::Inf, !ERROR_IF_NONFINITE).unwrap();
                 }
                 scaler.step(opt).unwrap();
                 scaler.update().unwrap();
@@ -231,7 +233,7 @@ fn clipping_rejects_nan_gradients_on_request() {
     let device = gpu();
     let vars = variables(DType::F32, Layout::Loose, &device);
     vars[5].set_grad(&tensor(SIZES[5], 0, DType::F32, &device).mul_scalar(f64::NAN).unwrap()).unwrap();
-    assert!(matches!(clip_grad_norm_(&vars, 1.0, NormType::L2, true), Err(Error::NonFinite { .. })));
+    assert!(matches!(clip_grad_norm_(&vars, 1.0, NormType::L2, ERROR_IF_NONFINITE), Err(Error::NonFinite { .. })));
 }
 
 #[test]
@@ -296,8 +298,8 @@ fn a_step_with_a_grad_store_clears_only_the_gradients_it_has_used() -> Result<()
     let vars = variables(DType::F32, Layout::Flat, &device);
     let mut opt = AdamW::new(vars.clone(), 0.01, 0.1)?;
     set_grads(&vars, 0, 1.0);
-    // The backward pass reaches variables 0 and 2 only, and adds to the gradients that they have. The step updates and
-    // clears the variables that it has reached.
+    // The backward pass reaches variables 0 and 2 only, and adds to the gradients that they have. The step updates
+    // these two variables and clears their gradients.
     let grads = vars[0].sqr()?.sum_all()?.add(&vars[2].sqr()?.sum_all()?)?.backward()?;
     opt.step(&grads)?;
     assert!(vars[0].grad().is_none() && vars[2].grad().is_none() && vars[4].grad().is_some());

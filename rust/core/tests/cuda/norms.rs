@@ -16,9 +16,12 @@ const NORMED_DIMS: usize = 1;
 
 /// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has
 /// several rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the
-/// registers of the threads that share a row. No number of rows is a multiple of seven: the gradients of the results
-/// (`weights_like` of the module `walk`) are seven numbers again and again, whose sum is zero. No length is a multiple
-/// of seven, so a column has all seven numbers in seven rows, and their sum, the gradient of a bias, would be zero.
+/// registers of the threads that share a row.
+///
+/// The gradients of the results (`weights_like` of the module `walk`) repeat seven numbers, whose sum is zero. As no
+/// length is a multiple of seven, a column has each of these numbers once in seven consecutive rows. So with a multiple
+/// of seven rows, every column's sum, which is a bias's gradient, would be zero. No number of rows here is such a
+/// multiple.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 

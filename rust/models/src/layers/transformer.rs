@@ -56,8 +56,9 @@ impl Block {
             norm2: weights.layer_norm("norm2", dim, LAYER_NORM_EPS)?,
             attn2: Attention::new(to_context, Init::Kaiming, &mut weights.pp("attn2"))?,
             norm3: weights.layer_norm("norm3", dim, LAYER_NORM_EPS)?,
-            ff_in: weights.linear("ff.net.0.proj", dim, 2 * FEED_FORWARD_RATIO * dim, true)?,
-            ff_out: weights.linear("ff.net.2", FEED_FORWARD_RATIO * dim, dim, true)?,
+            // Twice the hidden width: the features and their gates.
+            ff_in: weights.linear("ff.net.0.proj", dim, 2 * FEED_FORWARD_RATIO * dim, /* bias */ true)?,
+            ff_out: weights.linear("ff.net.2", FEED_FORWARD_RATIO * dim, dim, /* bias */ true)?,
         })
     }
 
@@ -65,6 +66,7 @@ impl Block {
     /// of `x`.
     fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
         let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
+        // x + mixed, and the norm of this sum.
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
         let mixed = self.attn2.forward(&normed, Some(context))?;
         // x + mixed, plus the feed-forward network of the norm of this sum.
@@ -113,7 +115,7 @@ enum Projection {
 impl Projection {
     fn new(name: &str, sizes: &TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
         if sizes.linear_projection {
-            Ok(Self::Linear(weights.linear(name, sizes.dim, sizes.dim, true)?))
+            Ok(Self::Linear(weights.linear(name, sizes.dim, sizes.dim, /* bias */ true)?))
         } else {
             Ok(Self::Conv(conv1x1(name, sizes.dim, sizes.dim, weights)?))
         }

@@ -88,7 +88,9 @@ impl Positions {
     /// shown. Along the first axis, the position of the image follows the position of the last shown text token.
     pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
         let Some(shown) = shown else {
-            return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
+            // The number text + 1, after the times 1 to text of the text's tokens.
+            let image_time = self.numbers.narrow(0, extent.text + 1, 1)?;
+            return self.axes.at(&self.ids(extent, &image_time)?);
         };
         let image_times = shown.to_dtype(DType::F64)?.sum(&[1], false)?.add_scalar(1.0)?;
         let sample = |i| self.axes.at(&self.ids(extent, &image_times.narrow(0, i, 1)?)?);

@@ -46,6 +46,7 @@ macro_rules! reductions {
                 fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
                     let dim = dim_or_axis(stringify!($name), dim, axis)?;
                     let dims = dims_or_all(stringify!($name), &self.0, dim.as_ref())?;
+                    // `compute` releases the GIL if there are many elements.
                     compute(py, self.0.elem_count(), || self.0.$name(&dims, keepdim)).map(Self)
                 }
             )*
@@ -161,7 +162,7 @@ impl Tensor {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
                 None => {
                     let flat = tensor.reshape(tensor.elem_count())?;
-                    shaped_as_full_reduction(&tensor, &flat.argmax(0, false)?, keepdim)?
+                    shaped_as_full_reduction(&tensor, &flat.argmax(0, /* keepdim */ false)?, keepdim)?
                 }
             };
             // The core returns u32, but the indices that Python gets are i64, as in torch.

@@ -15,12 +15,12 @@ pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, steps: usize) -> Re
     let config = schedule.config();
     let total = schedule.num_train_timesteps();
     if steps == 0 || count > total {
+        // The timesteps that are no steps: none, or the extra one.
+        let extra = count - steps;
+        let most = total - extra.min(total);
         return Err(Error::argument(
             OP,
-            format!(
-                "found {steps} steps, expected 1 to {}: the schedule has {total} timesteps",
-                total - (count - steps).min(total)
-            ),
+            format!("found {steps} steps, expected 1 to {most}: the schedule has {total} timesteps"),
         ));
     }
     let timesteps: Vec<f64> = match config.timestep_spacing {

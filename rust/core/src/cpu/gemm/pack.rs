@@ -39,7 +39,7 @@ pub enum Along {
 }
 
 /// Returns the number of elements that [`pack`] writes for `len` rows and `k` steps. The rows are padded to whole SIMD
-/// registers or, for [`Along::Columns`], to a multiple of 4.
+/// registers or, for [`Along::Columns`], to a multiple of 4, as all tiles have.
 pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize {
     match along {
         Along::Rows => len.next_multiple_of(shape.lanes) * k,
@@ -144,6 +144,7 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
             // SAFETY: only rows below `rows` of `src` are read, and `block_rows` rows and `steps` steps of the panel
             // are written.
             unsafe {
+                // Of a block of padding alone, nothing is read. `min` keeps its pointer within the operand.
                 let src = src.at(i.min(rows), p);
                 // AVX-512 reads whole blocks, so an incomplete block is read from a copy that is large enough.
                 let is_whole = i + block_rows <= rows && steps.is_multiple_of(BLOCK);
@@ -170,6 +171,7 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; STEPS]; BLOCK], src: Side<T>, 
                 if i >= rows {
                     *row = [T::Acc::ZERO; STEPS];
                 } else if src.inner == 1 && steps.is_multiple_of(BLOCK) {
+                    // Arrays of a length that the compiler knows are converted by vectors.
                     for p in (0..steps).step_by(BLOCK) {
                         // SAFETY: row `i` of the caller has `steps` elements, and `steps` is at most STEPS.
                         unsafe {
@@ -258,6 +260,7 @@ unsafe fn transpose_avx512(
             let odd01 = _mm512_shuffle_f32x4::<0xdd>(group(0), group(1));
             let even23 = _mm512_shuffle_f32x4::<0x88>(group(2), group(3));
             let odd23 = _mm512_shuffle_f32x4::<0xdd>(group(2), group(3));
+            // `joined[l]` holds step `4 l + c` of all 16 rows.
             let joined = [
                 _mm512_shuffle_f32x4::<0x88>(even01, even23),
                 _mm512_shuffle_f32x4::<0x88>(odd01, odd23),

@@ -72,6 +72,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
         let g = elements::<T>(g[0])?;
         let mut dx = vec![T::from_acc(Real::ZERO); len];
         if len > 0 && !indices.is_empty() {
+            // The number of rows of `dx` that one thread takes at a time.
             let rows = rows_per_block(inner);
             par_chunks_mut(&mut dx, rows * inner, |piece, dx| {
                 let mut sum = vec![<T as Elem>::Acc::ZERO; inner];

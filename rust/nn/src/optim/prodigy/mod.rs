@@ -292,6 +292,7 @@ impl Optimizer for Prodigy {
             return self.stepper.step(grads);
         }
         self.step_where(|var| grads.contains(var))?;
+        // Unlike `step_guarded`, `step` also clears the gradients that it has used.
         self.vars().iter().filter(|var| grads.contains(var)).try_for_each(Var::zero_grad)
     }
 

@@ -88,6 +88,7 @@ fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRa
         halves[*first_column / width] = LowRankHalf {
             hidden: address(op, &late.hidden.narrow(1, *first_rank, rank)?)?,
             up: address(op, up)?,
+            // The distances between neighbouring rows, in elements.
             hidden_row: count32(op, late.hidden.dims()[1])?,
             up_row: count32(op, rank)?,
             scale: *scale as f32,

@@ -240,6 +240,7 @@ struct DistanceBackward<F> {
 impl<F: Distance> Backward for DistanceBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let slope = Slope { function: self.function, factor: self.factor };
+        // If the loss was reduced, the gradient of the result is a scalar, which `ternary` broadcasts.
         let grad = compute::ternary(context.grad(), &self.input.get()?, &self.target.get()?, slope)?;
         // Input 0 is `input`, input 1 `target`. `add` ignores a gradient that is not needed.
         if context.needs(1) {
