@@ -51,7 +51,7 @@ fn wrong_values_of_fields_are_reported() {
         ("num_heads", "0", "num_heads is 0, expected an integer from 1"),
         // Half of the buckets are for keys after the query, the other half for the rest. In each half, the first half
         // of the buckets have one distance each. That must be at least one bucket, so 4 is the least number. With the
-        // default 32 buckets, these are 8 of 16, for the distances 0 to 7; the maximum distance is larger than 8.
+        // default 32 buckets, these are 8 of 16, for the distances 0 to 7; the maximum must exceed 8.
         ("relative_attention_num_buckets", "3", "relative_attention_num_buckets is 3, expected 4 or more"),
         ("relative_attention_max_distance", "8", "relative_attention_max_distance is 8, expected more than 8"),
     ] {
