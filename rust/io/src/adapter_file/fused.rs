@@ -59,12 +59,14 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
             members.iter().filter_map(|(form, values)| Some((*form, values.get(name)?))).collect();
         let all: Vec<&Tensor> = parts.iter().map(|(_, value)| *value).collect();
         let same_downs = have_same_downs(&members)?;
+        // The number of rows (for OFT: of blocks) of one share: `first` has those of its `count` shares.
+        let share_height = all[0].dims()[0] / count;
         let value = if DOWNS.contains(&name) {
             if same_downs { all[0].clone() } else { Tensor::cat(&all, 0)? }
         } else if UPS.contains(&name) {
-            diagonal(&parts, all[0].dims()[0] / count, of, same_downs)?
+            diagonal(&parts, share_height, of, same_downs)?
         } else if name == BLOCKS {
-            stacked(&parts, all[0].dims()[0] / count, of)?
+            stacked(&parts, share_height, of)?
         } else {
             Tensor::cat(&all, 0)?
         };
@@ -166,6 +168,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         // Whether the rows of this parameter belong to outputs. The layer then gets only its shares of the rows.
         let per_row = UPS.contains(name)
             || MAGNITUDES.contains(name) && height == rows
+            // Each row of LoKr's left factor belongs to consecutive outputs, so a share of these rows is a share of
+            // the outputs. The right factor then goes to every layer unchanged.
             || SLOW_ROWS.contains(name) && height % of == 0
             || *name == BLOCKS && height % of == 0
             // If LoKr's left factor has one row, its right factor has one row for each output of the module.
@@ -190,9 +194,9 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     }
     // `join` writes blocks of zeros for shares that belong to no layer. But if all blocks are zero, the module is an
     // untrained adapter of every layer.
-    if let (Some(all), Some(share)) = (module.get(BLOCKS), parameters.get(BLOCKS))
-        && is_zero(share)?
-        && !is_zero(all)?
+    if let (Some(module_blocks), Some(layer_blocks)) = (module.get(BLOCKS), parameters.get(BLOCKS))
+        && is_zero(layer_blocks)?
+        && !is_zero(module_blocks)?
     {
         return Ok(None);
     }
@@ -217,6 +221,7 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
 /// factors.) A column is used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns.
 /// This is so if the module has no up factor, if another layer uses a column of this layer too, if all columns are
 /// zero, or if the module has a magnitude and this layer uses no column (a magnitude changes the layer without them).
+/// Of a LoHa's two up factors only the first is examined: [`join`] divides the columns of both in the same way.
 fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -278,7 +283,7 @@ fn swap(values: &Parameters) -> Result<Parameters> {
                 || SLOW_ROWS.contains(name) && height % 2 == 0
                 || FAST_ROWS.contains(name) && left_rows == Some(1) && height % 2 == 0;
             let per_row = per_row || *name == BLOCKS;
-            // A left factor of more than one row is divided, too: if it has an odd number of rows, that is an error.
+            // A left factor of more than one row must have two halves, too: an odd number of its rows is an error.
             let needs_halves = SLOW_ROWS.contains(name) && height > 1 || per_row;
             if needs_halves && (height == 0 || height % 2 == 1) {
                 return Err(Error::shape(

@@ -43,8 +43,8 @@ pub struct Saved {
 /// - In kohya's format all layers of a part have the same alpha if all their adapters are LoRAs and the original
 ///   checkpoint stores each layer's matrix as it is. Each layer's up factor is then multiplied so that the adapter's
 ///   effect stays the same.
-/// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part.
-///   Such a file has no alphas.
+/// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part,
+///   because `ComfyUI` does not read the alphas in the header. Such a file has no alphas.
 /// - If the format uses the names of original checkpoints, layers that are one matrix in the original checkpoint are
 ///   stored as one module.
 /// - In peft's format, a path that does not end in `.safetensors` becomes a folder with `adapter_model.safetensors` and
@@ -162,7 +162,8 @@ pub fn prepare_adapters(
     }
     entries.extend(options.metadata.clone());
     // Tools that read peft's folders may reject keys that belong to no adapter, so folders get no scales of
-    // quantization-aware training.
+    // quantization-aware training. (`config_beside` is the path of peft's configuration if the file's name is that of
+    // the adapter file in such a folder.)
     if peft::config_beside(path).is_none() {
         // `scales()` returns the scales of quantization-aware training by layer.
         for (layer, scales) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
@@ -248,8 +249,8 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
 /// the module's rank.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Change the layers' scales to those that the format needs, without changing the adapters' effects. If `folds`, every
-/// scale becomes 1. Returns the alphas that the changed layers had before, by diffusers' names.
+/// Change the layers' scales (alpha / rank) to those that the format needs, without changing the adapters' effects. If
+/// `folds`, every scale becomes 1. Returns the alphas that the changed layers had before, by diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -261,12 +262,14 @@ fn rescale(
     let are_plain = modules.values().flatten().all(|(form, _)| *form == Form::Plain);
     if folds {
         new_scales.fill(Some(1.0));
-    } else if let (AdapterFormat::Kohya, true, Some(common)) = (format, are_plain, alpha::common(layers)) {
+    } else if let (AdapterFormat::Kohya, true, Some(common_alpha)) = (format, are_plain, alpha::common(layers)) {
         for (new_scale, layer) in new_scales.iter_mut().zip(layers.iter()) {
-            *new_scale = (!alpha::same(alpha::of(layer), common)).then(|| common / layer.settings.rank as f64);
+            let has_common_alpha = alpha::same(alpha::of(layer), common_alpha);
+            *new_scale = (!has_common_alpha).then(|| common_alpha / layer.settings.rank as f64);
         }
     }
-    // The layers of a fused module get the scale of its first layer.
+    // The layers of a fused module (one module of several layers) get the scale of its first layer. This replaces none
+    // of the new scales above: diffusers' format has no fused modules, and in kohya's format all forms are plain here.
     for members in modules.values().filter(|members| members.len() > 1) {
         for &(_, index) in members {
             new_scales[index] = Some(layers[members[0].1].settings.scale);
@@ -301,13 +304,14 @@ fn file_parameters(
         // scale.
         _ => layer.settings.scale,
     };
-    let mut found = Parameters::new();
+    let mut stored = Parameters::new();
     for (name, value) in values {
         let (name, value) = match (*name, format) {
             ("lora_magnitude_vector.weight", AdapterFormat::Kohya | AdapterFormat::ComfyUi) => {
                 entries.insert(magnitude::MARK.0.into(), magnitude::MARK.1.into());
                 ("dora_scale", magnitude_for_comfyui(layer, value, dtype)?)
             }
+            // A parameter that has this name before saving is a magnitude for each input.
             ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
                 return Err(Error::argument(
                     OP,
@@ -321,12 +325,13 @@ fn file_parameters(
             (peft::FOLDED, _) => (peft::FOLDED, value.to_dtype(dtype)?.mul_scalar(fold)?),
             (name, _) => (name, value.to_dtype(dtype)?),
         };
-        found.insert(name, value);
+        stored.insert(name, value);
     }
-    Ok(found)
+    Ok(stored)
 }
 
-/// m ‖W‖ / ‖W + ΔW‖ for the magnitudes m of the outputs (see [`magnitude`]), of shape (out, 1) or (out, 1, 1, 1).
+/// m ‖W‖ / ‖W + ΔW‖ for the magnitudes m of the outputs, of shape (out, 1) or (out, 1, 1, 1). `ComfyUI` divides the
+/// magnitude in the file by ‖W‖, but training divided m by ‖W + ΔW‖ (see [`magnitude`]).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
     // The norms are computed on the device of the base weight. They use the factors as the file stores them, rounded to
     // the file's dtype.

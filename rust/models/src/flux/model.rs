@@ -65,6 +65,7 @@ impl FluxTransformer {
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
+        // `takes_modulation`: each single block computes its own modulation from the condition.
         let (dim, bias, takes_modulation) = (config.inner_dim(), true, false);
         let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, bias)?;
@@ -103,7 +104,7 @@ impl FluxTransformer {
     /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different
     /// dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<Tensor> {
-        let [area, length] = self.check(hidden_states, conditions)?;
+        let [image_tokens, text_tokens] = self.check(hidden_states, conditions)?;
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
@@ -120,7 +121,7 @@ impl FluxTransformer {
             run_double(&self.double_blocks, [image, text], attention_inputs, |_, block| block.modulation(&condition))?;
         let x = Tensor::cat(&[&text, &image], 1)?;
         let x = run_single(&self.single_blocks, x, attention_inputs, |_, block| block.modulation(&condition))?;
-        self.output.forward(&x.narrow(1, length, area)?, &condition)
+        self.output.forward(&x.narrow(1, text_tokens, image_tokens)?, &condition)
     }
 
     /// Check the inputs, and return the number of image tokens and the number of text tokens.

@@ -79,7 +79,8 @@ impl Block {
         let attention_norms = [norm("attention_norm1")?, norm("attention_norm2")?];
         let feed_forward_norms = [norm("ffn_norm1")?, norm("ffn_norm2")?];
         let condition = config.condition_dim();
-        let mut modulation = || weights.linear("adaLN_modulation.0", condition, VECTORS * dim, true);
+        let has_bias = true;
+        let mut modulation = || weights.linear("adaLN_modulation.0", condition, VECTORS * dim, has_bias);
         Ok(Self {
             modulation: if is_modulated { Some(modulation()?) } else { None },
             attention: SelfAttention::new(config.attention(), &mut weights.pp("attention"))?,
@@ -121,10 +122,11 @@ impl Block {
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let normed = before.forward(x)?;
-        let Some((vectors, scale)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
+        let Some((vectors, scale_index)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
+        // One of the vectors, (B, 1, D).
         let vector = |index: usize| vectors.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
-        let result = after.forward(&run(&normed.mul(&vector(scale)?.add_scalar(1.0)?)?)?)?;
-        gated_add(x, &result, &vector(scale + 1)?.tanh()?)
+        let result = after.forward(&run(&normed.mul(&vector(scale_index)?.add_scalar(1.0)?)?)?)?;
+        gated_add(x, &result, &vector(scale_index + 1)?.tanh()?)
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens. `saved.outside` counts the modulation, which is

@@ -1,5 +1,5 @@
-//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each
-//! of the matrices C and D is stored whole or as a low-rank product.
+//! LoKr (`LyCORIS`, arXiv:2309.14859) changes a weight W to W + s C ⊗ D: s is the adapter's scale, and C ⊗ D is the
+//! Kronecker product of a small matrix C and a larger matrix D. Each of C and D is stored whole or as a low-rank product.
 //!
 //! On a convolution, D also has the kernel's height and width. LyCORIS' Tucker form of convolutions is not supported.
 //!
@@ -74,7 +74,9 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     }
     if 2 * rank < out_large.max(in_large) {
         parameters.push((LARGE[1], kaiming([out_large, rank])));
-        parameters.push((LARGE[2], Start::new([rank, base.columns() / in_small], StartValues::Zero)));
+        // On a convolution, `base.columns()` is height · width · inputs, so this is height · width · `in_large`.
+        let large_columns = base.columns() / in_small;
+        parameters.push((LARGE[2], Start::new([rank, large_columns], StartValues::Zero)));
     } else {
         let dims = match base.kernel() {
             Some([height, width]) => vec![out_large, height, width, in_large],
@@ -156,8 +158,8 @@ struct LoKr {
 }
 
 impl Delta for LoKr {
-    /// Compute Δ[a · c + i, p, b · d + j] = C[a, b] · D[i, p, j], where D has c rows and, for each position p in the
-    /// kernel, d columns.
+    /// Compute Δ[a · n + i, p, b · m + j] = C[a, b] · D[i, p, j], where D has n rows and, for each position p in the
+    /// convolution's kernel, m columns.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
         let (small_rows, small_columns) = (small.dims()[0], small.dims()[1]);

@@ -37,7 +37,7 @@ const FEWEST_ROWS: usize = 256;
 const TILE: usize = 64;
 /// Number of threads of a thread block.
 const BLOCK: u32 = 256;
-/// How many packs (16 bytes of neighbouring elements) of a row each thread holds in registers and rounds.
+/// A team of threads rounds a row: each thread holds this many packs (16 bytes of neighbouring elements) in registers.
 const HELD: usize = 2;
 
 /// A matrix rounded to codes, with a scale for each row.
@@ -122,8 +122,8 @@ impl Rounded {
     }
 
     /// Rounds each row of the gradient of `y` (rows, columns), whose columns are first multiplied by the scales of the
-    /// rows of `w` (columns, inner). `grad` is the gradient of the GEGLU of `y`. `None` if rows are too long for the
-    /// kernel, or `w` has several parts.
+    /// rows of `w` (columns, inner), as in [`gradient`](Self::gradient). `grad` is the gradient of the GEGLU of `y`.
+    /// `None` if rows are too long for the kernel, or `w` has several parts.
     fn geglu_gradient(gpu: &Gpu, w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Self>> {
         let Some(column_scales) = (if let [part] = &w.parts[..] { part.row_scales() } else { None }) else {
             return Ok(None);
@@ -153,8 +153,8 @@ impl Rounded {
     }
 
     /// Rounds each row of the gradient `g` (rows, columns), whose columns are first multiplied by the scales of the
-    /// rows of `w` (columns, inner). Fills `transposed`, if given, with the transposed codes of `w` and, as their
-    /// scales, with ones.
+    /// rows of `w` (columns, inner): the product g W sums over these rows, so it is too late for their scales after the
+    /// product. Fills `transposed`, if given, with the transposed codes of `w` and, as their scales, with ones.
     fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, transposed: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
         let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
@@ -223,7 +223,8 @@ impl Rounded {
                 is_integer: u32::from(kind == Codes::Int8),
                 out: Mut::new(address(OP, to.y)? + ((first * stride + to.start) * size) as u64, element(dtype)),
             };
-            // A thread scales eight sums in each iteration of its loop.
+            // A thread scales eight sums in each iteration of its loop. 16 blocks for each multiprocessor fill the GPU;
+            // larger products get more iterations instead of more blocks.
             let blocks = (rows * n / 8).div_ceil(BLOCK as usize).min(16 * gpu.multiprocessors());
             let shape = Shape { grid: [count32(OP, blocks)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
             // SAFETY: the rows are within y, scales and sums; the columns in y, the bias and the column scales.
@@ -352,7 +353,8 @@ fn gradient_of_rounded(
     if hopper::product(gpu, kind, g, (whole, 1), &dx, Addends::default())? {
         return Ok(Some(dx));
     }
-    // The product fills dx from its first column on. Fast sums have fewer bits, so gradients do without them.
+    // The product fills dx from its first column on. Fast accumulation rounds the sums to fewer bits, so gradients do
+    // without it.
     let (start, is_fast) = (0, false);
     let factor = (&transposed.codes, &transposed.ones);
     if scaled::is_possible(gpu, kind, dtype)
