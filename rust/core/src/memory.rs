@@ -14,6 +14,7 @@ struct Ledger {
     bytes: usize,
 }
 
+/// The saved tensors of all threads. `None` until the first tensor is saved.
 static LEDGER: Mutex<Option<Ledger>> = Mutex::new(None);
 
 fn ledger() -> MutexGuard<'static, Option<Ledger>> {

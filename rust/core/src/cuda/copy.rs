@@ -93,7 +93,7 @@ pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
 
 /// Does on a CUDA device what [`cpu::fill`](crate::cpu::fill) does on the CPU.
 pub fn fill(dst: &Raw, value: f64) -> Result<()> {
-    change("fill", &FILL, dst, value)
+    fill_or_scale("fill", &FILL, dst, value)
 }
 
 /// Makes a tensor filled with `value`.
@@ -104,7 +104,7 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
 pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "full";
     let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
-    change(OP, &FILL, &y, value)?;
+    fill_or_scale(OP, &FILL, &y, value)?;
     Ok(y)
 }
 
@@ -147,7 +147,7 @@ pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Resu
 
 /// Does on a CUDA device what [`cpu::scale_in_place`](crate::cpu::scale_in_place) does on the CPU.
 pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
-    change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
+    fill_or_scale("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
 /// Copies `src` to `dst`, by the driver's copy function if `src` is contiguous, otherwise by a kernel. `dst` must be
@@ -234,7 +234,7 @@ pub(super) unsafe fn copy_bytes(
 }
 
 /// Runs `kernel`, which fills `dst` with `number` or multiplies it by `number`.
-fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Result<()> {
+fn fill_or_scale(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
     let function = gpu.function(kernel, suffix(op, dst.dtype())?)?;
     check_distinct(op, dst)?;

@@ -55,13 +55,14 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
         return Ok(y);
     }
     let to = Member::new(OP, &y)?;
-    // The operands' members; `to` only fills the array until the loop has set each entry.
+    // A member is the layout, address and dtype of a tensor. `to` only fills this array until the loop has set the
+    // operands' members.
     let mut members = [to; N];
     for (member, operand) in members.iter_mut().zip(operands) {
         *member = Member::new(OP, operand)?;
     }
-    // Below, "" is the part of a kernel's name between `kernel.name` and the dtype, `tensors` describes the strides,
-    // and `shape` is that of the launch.
+    // Below, "" is the part of a kernel's name between `kernel.name` and the dtypes (here a list of one), `tensors`
+    // describes the strides, and `shape` is that of the launch.
     let [p, q] = kernel.parameters;
     let y_at = to.output();
     // SAFETY: the addresses and strides are those of the tensors, broadcast to `dims`, so they stay inside the tensors.

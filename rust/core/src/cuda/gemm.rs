@@ -287,8 +287,10 @@ impl Call<'_> {
     /// from each a, b and y to the next, in elements.
     fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
+        // The leading dimensions of a, b and y. cuBLAS rejects 0.
         let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
-        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right), Ok(row)]) = (m, n, k, count, distances) else {
+        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(leading_a), Ok(leading_b), Ok(leading_y)]) = (m, n, k, count, distances)
+        else {
             let Plan { m, n, k, .. } = self.plan;
             let expected = "expected sizes, strides and batches of at most 2^31 - 1";
             let message = format!("found a product of shapes ({m}, {k}) and ({k}, {n}), {expected}");
@@ -332,16 +334,16 @@ impl Call<'_> {
                     factor(0),
                     b as *const c_void,
                     operands,
-                    right,
+                    leading_b,
                     stride_b,
                     a as *const c_void,
                     operands,
-                    left,
+                    leading_a,
                     stride_a,
                     factor(1),
                     y as *mut c_void,
                     result,
-                    row,
+                    leading_y,
                     stride_y,
                     count,
                     compute,

@@ -38,12 +38,12 @@ impl TrainingAdapter {
         let by_name: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let wrong = |name: &str, what: &str| Error::Config(format!("training adapter: {name}: {what}"));
         let mut products = Vec::with_capacity(values.len());
-        for (name, given) in values {
+        for (name, adapter) in values {
             let layer = by_name.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
             if layer.slot().has_product() {
                 return Err(wrong(name, "the layer has a training adapter already"));
             }
-            let kind = given.kind().map_err(|error| wrong(name, &error.to_string()))?;
+            let kind = adapter.kind().map_err(|error| wrong(name, &error.to_string()))?;
             if kind.name != lora::KIND.name {
                 return Err(wrong(name, &format!("the adapter is a \"{}\", expected a \"lora\"", kind.name)));
             }
@@ -53,7 +53,7 @@ impl TrainingAdapter {
             }
             let (device, dtype) = (base.weight.device(), base.weight.dtype());
             let factor = |parameter: &str| {
-                let stored = given.parameters.get(parameter);
+                let stored = adapter.parameters.get(parameter);
                 let stored = stored.ok_or_else(|| wrong(name, &format!("the parameter {parameter} is missing")))?;
                 stored.to_dtype(DType::F32)?.to_device(device)
             };
@@ -64,7 +64,7 @@ impl TrainingAdapter {
                 let text = format!("{name}: down {down:?} and up {up:?} do not fit a weight {weight:?}");
                 return Err(Error::shape("training adapter", text));
             }
-            let up = up.mul_scalar(given.scale * scale)?.to_dtype(dtype)?;
+            let up = up.mul_scalar(adapter.scale * scale)?.to_dtype(dtype)?;
             products.push((layer.slot().clone(), Product { down: down.to_dtype(dtype)?, up }));
         }
         // From here on no error can occur, so either all slots change or none.
@@ -150,7 +150,8 @@ impl Adapter for Beside {
         };
         let Product { down, up } = &*self.product;
         let (down, up) = (down.to_dtype(x.dtype())?, up.to_dtype(x.dtype())?);
-        result.add(&linear(&linear(x, &down, None)?, &up, None)?)
+        let no_bias = None;
+        result.add(&linear(&linear(x, &down, no_bias)?, &up, no_bias)?)
     }
 
     fn as_low_rank(&self, dtype: DType) -> Result<Option<LowRank>> {

@@ -14,6 +14,8 @@ use crate::{Result, Tensor};
 /// The argument `delta` of the Huber loss and `beta` of the smooth L1 loss: the |difference| at which the loss changes
 /// from a parabola to a line.
 const THRESHOLD: f64 = 0.7;
+/// The argument `smoothing` of [`cross_entropy_plain`] for operations that do not smooth the targets.
+const NO_SMOOTHING: f64 = 0.0;
 
 /// `losses`, reduced by `reduction`.
 fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
@@ -28,8 +30,8 @@ fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
 fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor> {
     let difference = x[0].sub(&x[1])?;
     let clamped = difference.clamp(Some(-delta), Some(delta))?;
-    // The loss of a difference d is d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond. Both are c²/2 + δ (|d| - |c|)
-    // with d clamped to c.
+    // The loss of a difference d is d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond. Both are c²/2 + δ (|d| - |c|),
+    // where c is d clamped to the range -δ to δ.
     let beyond = difference.abs()?.sub(&clamped.abs()?)?.mul_scalar(delta)?;
     reduced(&clamped.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
 }
@@ -104,7 +106,7 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
         linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())?.to_dtype(x[0].dtype())
     })
     .plain(move |x| {
-        let losses = cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?;
+        let losses = cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, NO_SMOOTHING, Reduction::None)?;
         match weights {
             Some(weights) => losses.mul(&vector(weights, &x[0])?.to_dtype(losses.dtype())?)?.sum_all(),
             None => losses.sum_all(),
@@ -136,7 +138,7 @@ fn quantized_head_case(label: &'static str, format: Format, result: HeadResult) 
     })
     .plain(move |x| {
         let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
-        let losses = cross_entropy_plain(&x[0].matmul(&weight.t()?)?, &TARGETS, 0.0, Reduction::None)?;
+        let losses = cross_entropy_plain(&x[0].matmul(&weight.t()?)?, &TARGETS, NO_SMOOTHING, Reduction::None)?;
         match result {
             HeadResult::Sum => losses.sum_all(),
             HeadResult::LogProbs => losses.neg(),
@@ -150,7 +152,7 @@ fn log_probs_case(label: &'static str, targets: &'static [i64]) -> Case {
         let targets = Tensor::from_vec(targets.to_vec(), targets.len(), x[0].device())?;
         linear_log_probs(&x[0], &x[1], &targets)?.to_dtype(x[0].dtype())
     })
-    .plain(move |x| cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?.neg())
+    .plain(move |x| cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, NO_SMOOTHING, Reduction::None)?.neg())
 }
 
 /// Registry entries of this folder.
