@@ -8,7 +8,7 @@
 // q and dq are (batch, heads, queries, width), k and dk (batch, heads, keys, width), v and dv (batch, heads, keys, value_width),
 // the result o and its gradient d_o (batch, heads, queries, value_width). Each has its `Strides`, in the order of the pointers.
 // log_sums and delta are (batch, heads, queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask`
-// (include/attention) are passed by value.
+// (include/attention) are passed by value. `follow` waits for the kernels that were queued before (include/follow.cuh).
 #include "../include/attention/forms.cuh"
 
 #define BY_VALUE const __grid_constant__
@@ -63,7 +63,7 @@
     }
 
 // attention_sum_parts_{f16,bf16}: dk and dv, unless their pointers are null. Each is the sum of its parts, added in the order of the parts.
-// Grid (ceil(batch * heads * keys * width / 1024), 2), 256 threads. No dynamic shared memory.
+// Grid (ceil(batch * heads * keys * width / 1024), 2), 256 threads; a thread sums four columns. No dynamic shared memory.
 #define SUM_PARTS(dtype, type)                                                                                                     \
     ENTRY(256, 1)                                                                                                                  \
     attention_sum_parts_##dtype(const float *dk_parts, const float *dv_parts, type *dk, type *dv, BY_VALUE Strides dk_strides,     \
@@ -88,7 +88,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
 // attention_delta_{f32,f64,f16,bf16}: delta = the sum of o ∘ d_o over each row. The backward kernels here and in attention_varlen.cu take
 // delta as an argument.
-// Grid (ceil(batch * heads * queries / 32)), 256 threads. No dynamic shared memory.
+// Grid (ceil(batch * heads * queries / 32)), 256 threads: eight for each row. No dynamic shared memory.
 #define DELTA(dtype, type)                                                                                                         \
     ENTRY(256, 1)                                                                                                                  \
     attention_delta_##dtype(const type *o, const type *d_o, Acc<type> *delta, BY_VALUE Strides o_strides,                          \
@@ -99,7 +99,8 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
 // attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets a result
 // of zeros and a log-sum of negative infinity.
-// Grid (ceil(queries / 32) * batch * heads, max(ceil(value_width / 64), 1)), 256 threads. No dynamic shared memory.
+// Grid (ceil(queries / 32) * batch * heads, max(ceil(value_width / 64), 1)), 256 threads: a block computes 32 rows and 64 columns of o.
+// No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,                     \

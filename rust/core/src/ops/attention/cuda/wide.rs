@@ -54,9 +54,10 @@ impl Attention<'_> {
             let [q, k, v, o] =
                 [self.matrix(q, head)?, self.matrix(k, head)?, self.matrix(v, head)?, self.matrix(o, head)?];
             let (k, v) = if in_pairs {
-                let (width, v_count) = (k.dims()[1], v.elem_count());
-                let v = pairs(op, RIGHT, &contiguous(&v)?, v_count)?;
-                (pairs(op, RIGHT, &contiguous(&k)?, width)?, v.reshape((3 * keys, v_count / keys))?)
+                // The last argument of `pairs` is the length of a row.
+                let (width, value_width) = (k.dims()[1], v.dims()[1]);
+                let v = pairs(op, RIGHT, &contiguous(&v)?, keys * value_width)?;
+                (pairs(op, RIGHT, &contiguous(&k)?, width)?, v.reshape((3 * keys, value_width))?)
             } else {
                 (k, v)
             };

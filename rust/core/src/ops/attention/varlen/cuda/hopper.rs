@@ -48,12 +48,14 @@ pub fn forward(
     if !fits(gpu, [sizes, &key_sizes], [&[q, o], &[k, v]]) {
         return Ok(false);
     }
-    // `queries` is the number of queries in a tile, `shared` the shared memory in bytes.
+    // `queries` is the number of queries in a tile, `shared` the shared memory in bytes. The comment of the kernel
+    // states these numbers.
     let (kernel, queries, threads, shared) = match widest {
         Width::W64 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W64, 192, 512, 139_392),
         Width::W128 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W128, 128, 384, 229_504),
     };
     let encoder = Encoder::new(op, dtype)?;
+    // A tensor map describes an operand to the copy engine: the number of its rows, and how many of them one copy takes.
     let maps = AttentionForwardMaps {
         q: map(&encoder, q, sizes, sizes.queries, STORED_ROWS)?,
         k: map(&encoder, k, &key_sizes, sizes.keys, KEYS)?,
@@ -79,7 +81,7 @@ struct Form {
     /// The number of queries in a tile.
     queries: u32,
     statistics: &'static Kernel<Statistics>,
-    /// The kernel and its shared memory in bytes.
+    /// The kernel and its shared memory in bytes, as the comment of the kernel states it.
     backward: (&'static Kernel<Backward>, u32),
     finish: &'static Kernel<Finish>,
 }
@@ -160,11 +162,13 @@ impl Pass<'_> {
         // packed row.
         unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let plan = input(op, &plan)?;
+        // The kernel writes the gradients of keys and of values in any case: one that is not wanted goes to new memory.
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
         let encoder = Encoder::new(op, dtype)?;
         let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, &key_sizes], queries)?;
         let (kernel, shared) = form.backward;
-        let shape = Shape { grid: [blocks, 1, 1], block: [384, 1, 1], shared };
+        let threads = 384;
+        let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
         let arguments = Backward {
             statistics: input(op, &statistics)?,
             spans,
