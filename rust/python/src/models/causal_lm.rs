@@ -1,4 +1,4 @@
-//! Language models.
+//! The Python class `CausalLM`: language models. Most methods compute in `detached`, without the GIL.
 
 use std::sync::{Arc, PoisonError};
 
@@ -443,7 +443,8 @@ impl CausalLM {
 /// The tensors of a packed row, from the arguments `input_ids`, `positions` and `cu_seqlens`. The last are the bounds of
 /// the texts.
 fn packed_row([ids, positions, bounds]: [Argument<PyRef<'_, Tensor>>; 3]) -> Result<[tc::Tensor; 3]> {
-    let tensor =
-        |given: Argument<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> { Ok(given.get(OP, name)?.0.clone()) };
+    let tensor = |argument: Argument<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> {
+        Ok(argument.get(OP, name)?.0.clone())
+    };
     Ok([tensor(ids, "input_ids")?, tensor(positions, "positions")?, tensor(bounds, "cu_seqlens")?])
 }

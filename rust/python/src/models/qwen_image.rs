@@ -1,4 +1,4 @@
-//! The transformer of Qwen-Image.
+//! The Python class `QwenImageTransformer`: the transformer of Qwen-Image.
 
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use crate::tensor::{Operand, Tensor};
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct QwenImageTransformer(Arc<models::QwenImageTransformer>);
 
+// Defines `QwenImageTransformer::CLASS`, the entry of this class in the table of models.
 class!(QwenImageTransformer);
 
 #[pymethods]
@@ -59,8 +60,9 @@ impl QwenImageTransformer {
         let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
         let (img_ids, txt_ids) = (img_ids.get(OP, "img_ids")?, txt_ids.get(OP, "txt_ids")?);
         let lengths = lengths.map(|lengths| lengths.get(OP, "lengths")).transpose()?;
-        let (x, text, lengths) = (&hidden_states.0, &encoder_hidden_states.0, lengths.as_ref().map(|given| &given.0));
-        let (img_ids, txt_ids) = (&img_ids.0, &txt_ids.0);
+        let (x, text) = (&hidden_states.0, &encoder_hidden_states.0);
+        let (img_ids, txt_ids, lengths) = (&img_ids.0, &txt_ids.0, lengths.as_ref().map(|lengths| &lengths.0));
+        // `timestep.in_f32` calls this with the time as a tensor.
         let forward = |timestep: &_| {
             self.0.forward(x, QwenImageConditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, lengths })
         };

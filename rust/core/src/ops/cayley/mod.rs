@@ -71,8 +71,9 @@ struct CayleyBackward {
 }
 
 impl Backward for CayleyBackward {
-    /// With V = (I + Q)⁻¹ = I + D / 2 and the gradient G of D, the gradient of Q is M = -2 Vᵀ G Vᵀ. An element of the
-    /// triangle is both Q_ij and -Q_ji, so its gradient is M_ij - M_ji.
+    /// Let V = (I + Q)⁻¹ = I + D / 2. A change dQ of Q changes D by 2 dV = -2 V dQ V, so with the gradient G of D, the
+    /// gradient of Q is M = -2 Vᵀ G Vᵀ. An element of the triangle is both Q_ij and -Q_ji, so its gradient is
+    /// M_ij - M_ji.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (grad, result) = (context.grad(), self.result.get()?);
         let grad_upper =

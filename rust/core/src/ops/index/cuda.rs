@@ -4,6 +4,7 @@
 //! position to the device's board, memory that the host reads at the next synchronization, which returns the error.
 
 use candle_core::DType;
+// `GATHER_FORWARD` takes the arguments of `INDEX_SELECT_FORWARD`.
 use trainable_candle_cuda::kernels::index::{
     GATHER_BACKWARD, GATHER_FORWARD, GatherBackward, INDEX_SELECT_BACKWARD, INDEX_SELECT_FORWARD, INDEX_SELECT_SCATTER,
     IndexSelectBackward, IndexSelectForward, IndexSelectScatter,
@@ -129,7 +130,8 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     let (ids, bytes) = dense_ids(op, ids)?;
     // The kernels expect 128 threads in a block. Each thread adds the gradients of `wide` elements, so a tile is
     // 128 · `wide` of the (outer, inner) elements. A task is a tile of one id, or of one index along `dim` of `dx`.
-    // The scatter kernel is for few ids and writes only the rows of `dx` that they name; the other one writes all.
+    // The scatter kernel is for few ids and writes only the rows of `dx` that they name; the other one writes all. If
+    // several ids are equal, the task of the first of them adds the gradients of all.
     let tiles = (sizes.outer * sizes.inner).div_ceil(128 * wide(g.dtype()));
     let tasks = tiles * if scatters { sizes.count } else { sizes.size };
     let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };

@@ -26,7 +26,7 @@ struct Split {
     pieces: usize,
     /// Launch shape of the kernels over the tensor's elements.
     over_tensor: Shape,
-    /// Launch shape of the kernels with a thread block for each group of each sample.
+    /// Launch shape of the kernels with a thread block, of 128 threads, for each group of each sample.
     over_groups: Shape,
 }
 
