@@ -58,7 +58,7 @@ impl Request {
         if !path.exists()
             && let (Some(name), Some(resolve)) = (path.to_str(), RESOLVER.get(py))
         {
-            let subfolders = subfolder.as_deref().map_or_else(|| likely_subfolders(kind), |one| vec![one]);
+            let subfolders = subfolder.as_deref().map_or_else(|| likely_subfolders(kind), |subfolder| vec![subfolder]);
             if let Some(folder) = resolve.call1(py, (name, subfolders, half))?.extract::<Option<PathBuf>>(py)? {
                 // This is the model's own folder, so there is no subfolder to choose in it.
                 (path, subfolder) = (folder, None);

@@ -59,6 +59,7 @@ impl<T: Real> WithSimd for Outer<T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        // The number of elements of a register.
         let lanes = lanes::<T, S>();
         // The columns for which a tile has accumulators: tiles exist only for multiples of 4, and the panel of `b` is
         // padded to one.
@@ -127,6 +128,7 @@ impl<T: Real> Dot<T> {
     #[expect(clippy::needless_range_loop, reason = "with iterators the sums do not stay in registers")]
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, simd: S, i: usize, j: usize) {
+        // The number of elements of a register, and the part of `k` that fills whole registers.
         let lanes = lanes::<T, S>();
         let full_k = self.k / lanes * lanes;
         let zero = T::splat(simd, T::ZERO);
@@ -149,6 +151,7 @@ impl<T: Real> Dot<T> {
                 }
                 p += lanes;
             }
+            // The elements that are left; `load_part` fills the other lanes of the register with zeros.
             if full_k < self.k {
                 for r in 0..R {
                     let row = T::load_part(simd, std::slice::from_raw_parts(a[r].add(full_k), self.k - full_k));

@@ -56,12 +56,13 @@ const MAX_GRID_YZ: u32 = 65_535;
 /// Number of terms of each sum that a block adds at a time.
 const STEP: usize = 64;
 
-/// A kernel for tensor cores, and the tiles of the result that its blocks compute.
+/// A kernel for tensor cores, and the tiles of the result that its blocks compute: pixels (rows) and channels (columns).
+/// Kernels of one pass for different tiles take the same arguments, the structure `A`.
 struct Tile<A: 'static> {
     kernel: &'static Kernel<A>,
     rows: usize,
     columns: usize,
-    /// Bytes of shared memory of a block.
+    /// Bytes of shared memory of a block, as `cuda/kernels/conv.cu` states them.
     shared: u32,
 }
 
