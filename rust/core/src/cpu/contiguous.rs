@@ -96,7 +96,7 @@ fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], row_axis: usize, out: &
             // A task copies a band: at most `TILE_ROWS` rows of one matrix.
             let (mut matrix, first_row) = (task / bands, task % bands * TILE_ROWS);
             let height = TILE_ROWS.min(rows - first_row);
-            // The start of the band in the source and in the result.
+            // The start of the band in the source, where `row_axis` has stride 1, and in the result.
             let (mut from, mut to) = (first_row, first_row * row_stride);
             // The distance in the result between neighbouring indices of `axis`: the product of the sizes of the axes
             // after it, because the result is contiguous.

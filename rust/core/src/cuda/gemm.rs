@@ -289,7 +289,8 @@ impl Call<'_> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
         // The leading dimensions of a, b and y. cuBLAS rejects 0.
         let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
-        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(leading_a), Ok(leading_b), Ok(leading_y)]) = (m, n, k, count, distances)
+        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(leading_a), Ok(leading_b), Ok(leading_y)]) =
+            (m, n, k, count, distances)
         else {
             let Plan { m, n, k, .. } = self.plan;
             let expected = "expected sizes, strides and batches of at most 2^31 - 1";

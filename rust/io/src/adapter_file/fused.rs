@@ -60,13 +60,13 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
         let all: Vec<&Tensor> = parts.iter().map(|(_, value)| *value).collect();
         let same_downs = have_same_downs(&members)?;
         // The number of rows (for OFT: of blocks) of one share: `first` has those of its `count` shares.
-        let share_height = all[0].dims()[0] / count;
+        let share_height = || all[0].dims()[0] / count;
         let value = if DOWNS.contains(&name) {
             if same_downs { all[0].clone() } else { Tensor::cat(&all, 0)? }
         } else if UPS.contains(&name) {
-            diagonal(&parts, share_height, of, same_downs)?
+            diagonal(&parts, share_height(), of, same_downs)?
         } else if name == BLOCKS {
-            stacked(&parts, share_height, of)?
+            stacked(&parts, share_height(), of)?
         } else {
             Tensor::cat(&all, 0)?
         };

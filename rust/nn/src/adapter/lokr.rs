@@ -1,5 +1,6 @@
 //! LoKr (`LyCORIS`, arXiv:2309.14859) changes a weight W to W + s C ⊗ D: s is the adapter's scale, and C ⊗ D is the
-//! Kronecker product of a small matrix C and a larger matrix D. Each of C and D is stored whole or as a low-rank product.
+//! Kronecker product of a small matrix C and a larger matrix D. Each of the two matrices is stored whole or as a
+//! low-rank product.
 //!
 //! On a convolution, D also has the kernel's height and width. LyCORIS' Tucker form of convolutions is not supported.
 //!

@@ -34,8 +34,8 @@ const BACKWARD_THREADS: u32 = 384;
 /// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
-/// The kernels for heads of at most `columns` columns, and their constants. The kernels for both widths take the same
-/// structures of arguments.
+/// The kernels for heads of at most `columns` columns, and their constants, which the kernels' comments in
+/// `attention_hopper.cu` state. The kernels for both widths take the same structures of arguments.
 struct Form {
     columns: u32,
     /// Queries in a tile of the forward pass.
@@ -287,7 +287,8 @@ impl Attention<'_> {
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         // One block for each tile of queries converts its `sums` to dq. The other blocks sum the parts of split items:
-        // each item has 2 · `KEYS` · `columns` numbers, and a block sums 2048 of them.
+        // each item has 2 · `KEYS` · `columns` numbers, and a block sums 2048 of them. With 128 for `KEYS`, these are
+        // `columns` / 8 blocks for each item.
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;
         let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {

@@ -56,7 +56,7 @@ const MAX_GRID_YZ: u32 = 65_535;
 /// Number of terms of each sum that a block adds at a time.
 const STEP: usize = 64;
 
-/// A kernel for tensor cores, and the tiles of the result that its blocks compute: pixels (rows) and channels (columns).
+/// A kernel for tensor cores, and the tiles of the result that its blocks compute: `rows` pixels by `columns` channels.
 /// Kernels of one pass for different tiles take the same arguments, the structure `A`.
 struct Tile<A: 'static> {
     kernel: &'static Kernel<A>,

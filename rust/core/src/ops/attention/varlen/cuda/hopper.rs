@@ -55,7 +55,7 @@ pub fn forward(
         Width::W128 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W128, 128, 384, 229_504),
     };
     let encoder = Encoder::new(op, dtype)?;
-    // A tensor map describes an operand to the copy engine: the number of its rows, and how many of them one copy takes.
+    // A tensor map describes an operand to the copy engine: the number of rows, and how many of them one copy takes.
     let maps = AttentionForwardMaps {
         q: map(&encoder, q, sizes, sizes.queries, STORED_ROWS)?,
         k: map(&encoder, k, &key_sizes, sizes.keys, KEYS)?,
