@@ -12,8 +12,8 @@ template <int K> struct Strided {
     uint32_t axes;                  // number of axes, at least 1; the first is the outermost
     uint32_t width;                 // elements for each thread: 1, or as many elements of the tensors' largest type as 16 bytes hold
     uint64_t sizes[MAX_AXES];
-    uint64_t strides[K][MAX_AXES];  // in elements; 0 along an axis that the tensor is broadcast along. If `width` is above 1, it divides
-                                    // the size of the last axis, and the strides of this axis are 0 or 1
+    uint64_t strides[K][MAX_AXES];  // in elements; 0 along an axis that the tensor is broadcast along. If `width` is above 1, the size of
+                                    // the last axis is a multiple of `width`, and the strides of this axis are 0 or 1
 };
 
 // Writes to `offsets[k]` the offset, in elements, in tensor k of the element whose index in row-major order is `index`.
@@ -23,10 +23,10 @@ __device__ __forceinline__ void locate(const Strided<K> &tensors, Index index, u
     for (int k = 0; k < K; ++k) offsets[k] = 0;
 #pragma unroll 1
     for (int axis = int(tensors.axes) - 1; axis > 0; --axis) {
-        const Index size = Index(tensors.sizes[axis]), rest = index / size, at = index - rest * size;
+        const Index size = Index(tensors.sizes[axis]), outer = index / size, position = index - outer * size;
 #pragma unroll
-        for (int k = 0; k < K; ++k) offsets[k] += uint64_t(at) * tensors.strides[k][axis];
-        index = rest;
+        for (int k = 0; k < K; ++k) offsets[k] += uint64_t(position) * tensors.strides[k][axis];
+        index = outer;  // the index of the element among the axes before this one
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) offsets[k] += uint64_t(index) * tensors.strides[k][0];
@@ -51,7 +51,7 @@ template <int WIDTH, int K, typename Body> __device__ __forceinline__ void for_e
     const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * tensors.width;
     if (start >= tensors.count) return;
     uint64_t offsets[K], strides[K];
-    if (tensors.count <= 0xffffffffu) {
+    if (tensors.count <= 0xffffffffu) {  // indices fit in 32 bits, whose divisions are faster
         locate<uint32_t>(tensors, uint32_t(start), offsets);
     } else {
         locate<uint64_t>(tensors, start, offsets);

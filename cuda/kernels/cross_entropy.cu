@@ -35,14 +35,15 @@ namespace {
 // elements as a constant) for each part. Parts are packs of 16 bytes, which are WIDE<T> elements, between the first and the last 16-byte
 // boundary, and single elements before and after these packs. Without `wide`, all parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
-    const auto one = std::integral_constant<int, 1>();
+    const auto single = std::integral_constant<int, 1>();
+    // The number of elements before the first 16-byte boundary: -address % 16 is the distance to it in bytes.
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
-    for (uint32_t at = threadIdx.x; at < before; at += blockDim.x) f(at, one);
+    for (uint32_t at = threadIdx.x; at < before; at += blockDim.x) f(at, single);
     const uint32_t packs = (len - before) / WIDE<T>;
 #pragma unroll 2
     for (uint32_t pack = threadIdx.x; pack < packs; pack += blockDim.x)
         f(before + pack * WIDE<T>, std::integral_constant<int, WIDE<T>>());
-    for (uint32_t at = before + packs * WIDE<T> + threadIdx.x; at < len; at += blockDim.x) f(at, one);
+    for (uint32_t at = before + packs * WIDE<T> + threadIdx.x; at < len; at += blockDim.x) f(at, single);
 }
 
 template <typename T>
@@ -89,6 +90,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
                                          const Acc<T> *divisor, const Acc<T> *weights, T *dx, Logits logits,
                                          double smoothing) {
     using A = Acc<T>;
+    // What is subtracted from each softmax, and what is subtracted in addition at the target.
     const A share = static_cast<A>(smoothing / logits.classes), at_target = static_cast<A>(1.0 - smoothing);
     for (uint64_t row = first_row(); row < logits.rows; row += row_stride()) {
         const int64_t target = targets[row];

@@ -8,6 +8,8 @@
 // Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
+// Apply1, Apply2 and Apply3 compute y = F of one, two or three operands. `for_each` calls `run` for N neighbouring elements; `offsets` and
+// `strides` say where these elements are: first in y, then in a, b and c. x has the elements of a, then those of y.
 template <typename F, typename T> struct Apply1 {
     T *y;
     const T *a;
@@ -127,7 +129,8 @@ template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
 }
 
 // The value of e4m3 nearest to x: of two equally near, the even one, and at most 448 in magnitude. `step` is the distance between
-// neighbouring values that have x's exponent, or between subnormal values if x is that small.
+// neighbouring values that have x's exponent, or between subnormal values if x is that small: e4m3 has 3 bits of mantissa, and -6 is the
+// smallest exponent.
 template <typename R> __device__ __forceinline__ R nearest_e4m3(R x) {
     const R value = clamped(x, R(-448), R(448));
     const R step = ldexp(R(1), max(value == R(0) ? -6 : ilogb(value), -6) - 3);

@@ -17,7 +17,10 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` and `scores` are addresses in shared memory: of 64 rows of a tile of q or
     // d_o, and of the group's tile of dS or of weights. dk takes q and dS, dv takes d_o and weights.
     static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
+        // Descriptors of tiles of which a product sums over the rows; the second argument is the distance from panel to panel. The
+        // tile of a group's rows has only one panel.
         const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
+        // An instruction sums over 16 of the 64 rows; both of its operands are read across rows (1).
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
@@ -25,6 +28,10 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // The work of a group. `log_sums`, from the forward pass, has the logarithm of the sum of the exponentials of each query's scores:
     // (heads of all samples, queries). `parts` gets the parts of dk and dv that `few_keys_finish` adds. `dq` and `parts` may be null; what
     // is null is not written.
+    //
+    // A thread has elements of two rows of the scores, `row` and `row` + 8: element i is in row + 8 * r, where r = i / 2 % 2. Numbers for
+    // each row (`base`, `delta`) are arrays over r. `wait_for_products<n>` waits until at most the n latest groups of products, each ended
+    // by `end_products`, are unfinished. A barrier has 8 bytes.
     __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
@@ -46,6 +53,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 const uint32_t first = step * ROWS + group * 64, row = first + warp * 16 + lane / 4;
                 // The group reads its own 64 rows of the stage's tiles; RESULT_BYTES is the size of 64 rows.
                 const uint32_t q = shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, d_o = q + ROWS_BYTES;
+                // What is subtracted from the exponents of a row; INFINITY makes the weights of rows beyond the queries 0.
                 float base[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) base[r] = row + 8 * r < shape.queries ? bases[row + 8 * r] * LOG2_E : INFINITY;
@@ -64,7 +72,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 set_beyond_keys(weights, 0.0f);
                 wait_for_products<0>();
                 products_are_ready(scores);
-                // A thread has elements of two rows, so `base` and `delta` have a number for each.
+                // `delta` becomes rowsum(P ∘ dP).
                 float delta[2] = {};
 #pragma unroll
                 for (int i = 0; i < SUM; i++) delta[i / 2 % 2] += weights[i] * scores[i];
@@ -127,6 +135,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + i * WARPGROUP * 4), "f"(group == 0 ? dv[i] : dk[i]) : "memory");
         group_sync(TOGETHER, GROUPS * WARPGROUP);
         if (part != nullptr) {
+            // Element i of a thread belongs to the key i / 4 * 8 + lane % 4 * 2 + i % 2, and to the column that is i / 2 % 2 * 8 after the
+            // thread's first column. `key` includes the FEW_KEYS rows of dk that precede those of dv.
             const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP % 4 * 16 + lane / 4, key = group * FEW_KEYS + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < SUM; i++) {

@@ -200,7 +200,8 @@ impl JointAttention {
         self.text.saved(length, saved);
         self.image.saved(area, saved);
         let dim = self.to_out.in_features();
-        saved.attention(area + length, area + length, dim);
+        let (queries, keys) = (area + length, area + length);
+        saved.attention(queries, keys, dim);
         // One tensor holds attention's results for both streams. Each output projection reads a copy of its part, which
         // is cheap to recompute. The pairs give the number of the copy's values, and of its tokens.
         saved.keep((area + length) * dim);
@@ -249,7 +250,8 @@ impl SelfAttention {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         self.stream.saved(tokens, saved);
-        saved.attention(tokens, tokens, self.to_out.in_features());
+        let (queries, keys) = (tokens, tokens);
+        saved.attention(queries, keys, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
         // Attention's result is the input of `to_out`, and is counted already, so 0 values are added.
         saved.linear(&self.to_out, (0, tokens));

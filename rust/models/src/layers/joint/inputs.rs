@@ -27,8 +27,8 @@ pub struct TokenInputs<'a> {
     pub hidden_states: &'a Tensor,
     /// Tokens of the text, (B, L, [`TokenSizes::text`]).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text embedding, (B, [`TokenSizes::pooled`]). A model that takes one always gives it here;
-    /// otherwise it is ignored.
+    /// The pooled text embedding, (B, [`TokenSizes::pooled`]). Models that take one always set this field; for other
+    /// models [`TokenSizes::check`] ignores it.
     pub pooled_projections: Option<&'a Tensor>,
     /// The time from 0 (clean latents) to 1 (noise): (B), (1) or a scalar.
     pub timestep: &'a Tensor,

@@ -39,12 +39,13 @@ impl SingleBlock {
     pub fn new(sizes: BlockSizes, takes_modulation: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, hidden) = (sizes.dim(), RATIO * sizes.dim());
         let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", hidden)];
+        let has_bias = true;
         let mut rms_norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         Ok(Self {
             norms: [rms_norm("attn.norm_q")?, rms_norm("attn.norm_k")?],
-            modulator: (!takes_modulation).then(|| weights.linear(MODULATION, dim, 3 * dim, true)).transpose()?,
-            projections: weights.linear_group(&projections, dim, true, Init::Kaiming)?,
-            proj_out: weights.linear("proj_out", dim + hidden, dim, true)?,
+            modulator: (!takes_modulation).then(|| weights.linear(MODULATION, dim, 3 * dim, has_bias)).transpose()?,
+            projections: weights.linear_group(&projections, dim, has_bias, Init::Kaiming)?,
+            proj_out: weights.linear("proj_out", dim + hidden, dim, has_bias)?,
             sizes,
         })
     }
@@ -87,9 +88,9 @@ impl SingleBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let values = tokens * dim;
-        // A pair beside layers below has the number of values in their input and the number of tokens.
         let is_gate_adapted = self.modulator.as_ref().is_some_and(|modulator| saved.adapts(modulator));
-        // The modulation is computed once for the sample, before the block and outside of its checkpoint.
+        // The modulation is computed once for the sample, before the block and outside of its checkpoint. Here and below,
+        // a pair after layers has the number of values in their input and the number of tokens.
         saved.outside(|saved| self.modulator.iter().for_each(|modulator| saved.linear(modulator, (dim, 1))));
         // A checkpoint has this block alone. Selective checkpointing recomputes the input of `projections`, a norm.
         let (joins_previous, is_input_cheap) = (false, true);
@@ -97,7 +98,8 @@ impl SingleBlock {
             // The norm keeps its input.
             saved.keep(values);
             saved.layers(&self.projections.layers(), (values, tokens), is_input_cheap);
-            saved.attention(tokens, tokens, dim);
+            let (queries, keys) = (tokens, tokens);
+            saved.attention(queries, keys, dim);
             // The tape keeps queries, keys and values (3), the result of attention (1) and the hidden layer.
             // Selective checkpointing recomputes the input of `proj_out` from the last two.
             saved.keep((3 + 1 + RATIO) * values);

@@ -95,6 +95,7 @@ impl Rule for Apply {
     type Config = StepConfig;
     const UPDATE: Update<StepConfig, f32> = apply::<f32>;
     const UPDATE_F64: Option<Update<StepConfig, f64>> = Some(apply::<f64>);
+    // `s` and `p0` have fewer elements than the variable, so they cannot be split into chunks together with it.
     const ELEMENTWISE: bool = false;
     // The first half has counted the step.
     const COUNTS: bool = false;

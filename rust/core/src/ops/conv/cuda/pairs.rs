@@ -55,9 +55,10 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     let channels = sizes.channels as usize;
     // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // `fits` has to check only the groups and the size of the window. Channels are padded and new tensors are aligned, so
-    // it gets neither numbers of channels, which would have to be multiples of the third argument, nor addresses.
-    if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
+    // `fits` has to check only that the convolution has one group and a small window. The channels are padded and the
+    // new tensors are aligned, so no number of channels has to be a multiple of anything, and no address is checked.
+    let (no_channels, any_multiple, no_addresses) = (&[], 1, &[]);
+    if channels == 0 || !split.fits(DType::BF16, no_channels, any_multiple, no_addresses) {
         return Ok(None);
     }
     Ok(Some((split, [pairs(op, LEFT, x, channels)?, pairs(op, RIGHT, weight, channels)?])))

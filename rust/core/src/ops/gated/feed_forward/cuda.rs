@@ -1,8 +1,9 @@
 //! The CUDA form of `SwiGLU` feed-forward networks: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
 //!
-//! Two inner maps of the input compute the features h and the gate. The unit is h · SiLU(gate), elementwise, and the
-//! outer map reads the unit. Each map has a low-rank product, scale · (input Aᵀ) Bᵀ, with the down factor A, the up
-//! factor B and the hidden values input Aᵀ.
+//! Two inner maps of the input compute the features h and the gate, each of n columns (`width`). The unit is h ·
+//! SiLU(gate), elementwise, and the outer map reads the unit. Each map has a low-rank product, scale · (input Aᵀ) Bᵀ,
+//! with the down factor A, the up factor B and the hidden values input Aᵀ. The products of the inner maps are late: the
+//! kernels here add them to the results of the frozen weights.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::feed_forward::{
@@ -35,7 +36,7 @@ const FORWARD_ROWS: usize = 128;
 const FORWARD_COLUMNS: usize = 2304;
 /// Number of columns that a warp computes at a time.
 const WARP_COLUMNS: usize = 32;
-/// Bytes of shared memory of a block in the backward pass.
+/// Bytes of shared memory of a block in the backward pass, as the kernel's file computes and asserts them.
 const SHARED: u32 = 93184;
 /// Addresses of the low-rank factors, and of buffers for their gradients, must be multiples of this.
 const ALIGNMENT: Address = 16;
