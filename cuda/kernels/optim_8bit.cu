@@ -102,8 +102,8 @@ struct AdamBlocks {
         }
     };
 
-    // Updates a piece, whose index in the list of pieces is `number`. P, G and C are the types of parameters, gradients and copy. WIDE says
-    // that the piece is a whole block whose quads are aligned.
+    // Updates a piece, whose index in the list of pieces is `number`, with the coefficients `at` of its group. P, G and C are the types of
+    // parameters, gradients and copy. WIDE says that the piece is a whole block whose quads are aligned.
     template <bool WIDE, typename P, typename G, typename C, typename Round>
     __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t number, uint32_t lane, const Coefficients &at,
                                            const Buffers<P, G, C> &buffers, const Round &round) const {
@@ -124,7 +124,7 @@ struct AdamBlocks {
                 const float v_new = __fmaf_rn(__fmul_rn(at.gain2, g), g, __fmul_rn(v_old, at.beta2));
                 const float ratio = __fdiv_rn(m_new, __fadd_rn(__fsqrt_rn(v_new), at.eps));
                 const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
-                // False if the gradient is infinite or NaN, or if the new v is infinite.
+                // False if the gradient is infinite or NaN, or if the new v is infinite: the number is the largest finite float.
                 const bool is_finite = v_new <= 3.402823466e38f;
                 if (is_finite) quads[q].params[k] = p_new;
                 m[q][k] = is_finite ? m_new : 0.0f;

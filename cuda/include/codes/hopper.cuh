@@ -78,7 +78,9 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     // Sets `tile` to this block's half of tile number `index`. Tiles are numbered down the rows first, then across the columns of the first
     // part, then across those of the next part. Returns false if there is no such tile.
     __device__ __forceinline__ bool find(uint32_t index, Tile &tile) const {
+        // The number of tiles from top to bottom; a tile has the rows of a pair of blocks.
         const uint32_t pairs = (rows + 2 * ROWS - 1) / (2 * ROWS);
+        // A number of tiles: at first from the first column of the first part, at last from the first column of part `tile.part`.
         uint32_t column = index / pairs;
         tile.row = (index % pairs * 2 + cluster_rank()) * ROWS;
         for (tile.part = 0; tile.part < count; tile.part++) {
@@ -91,7 +93,9 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     }
 
     // For the copying thread: fills the stages with the codes of this block's tiles, one tile after the other. The rows of x are for this
-    // block alone (copy_box<false>). This block's half of the rows of w goes to both blocks of the cluster (copy_box<true>).
+    // block alone (copy_box<false>). This block's half of the rows of w goes to both blocks of the cluster (copy_box<true>). A box begins at
+    // the indices (k, 0, row) of the map. The cluster's number is blockIdx.x / 2; it takes the tile of this number, and further tiles at
+    // distances of the number of clusters.
     __device__ __forceinline__ void copy(Ring ring) const {
         const uint32_t half = cluster_rank() * (COLUMNS / 2);
         Tile tile;
@@ -110,6 +114,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&stage_sums)[SUMS], bool add) const {
         const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIPTOR_UNIT);
         const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
+        // A barrier completes one phase in each round of the ring. The phase has the parity of the round.
         barrier_wait(ring.barrier(), ring.round & 1);
         multiply_fence();
 #pragma unroll
@@ -133,7 +138,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             add_stages(ring, sums);
         } else {
             for (uint32_t k = 0; k < inner; k += STEP) {
-                multiply_stage(ring, sums, k > 0);
+                multiply_stage(ring, sums, /*add=*/k > 0);
                 multiply_wait<1>();
                 if (k > 0) ring.leave_last();
                 ring.advance();
@@ -159,7 +164,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         };
         // Starts the products of a stage (`next`), and adds those of the stage before (`previous`).
         const auto multiply_and_add = [&](Sum (&next)[SUMS], Sum (&previous)[SUMS]) {
-            multiply_stage(ring, next, false);
+            multiply_stage(ring, next, /*add=*/false);
             multiply_wait<1>();
             ring.leave_last();
             ring.advance();
@@ -167,7 +172,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         };
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
-        multiply_stage(ring, even, false);
+        multiply_stage(ring, even, /*add=*/false);
         ring.advance();
         for (uint32_t k = STEP;; k += 2 * STEP) {
             if (k >= inner) return add_last(even);
@@ -231,6 +236,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
             Sum sums[SUMS];
             sum_up(ring, sums);
             if (threadIdx.x < COLUMNS) columns[turn][threadIdx.x] = make_float2(factors.column, factors.bias);
+            // A barrier (number 1) of the multiplying threads alone; the copying thread does not take part.
             asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
             store(tile, factors.rows, columns[turn], sums);
         }

@@ -107,7 +107,8 @@ fn element_weights(x: &Tensor, examples: Option<&Tensor>, positions: Option<&Ten
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(positions) = positions else { return Ok(examples) };
     let dims: Vec<usize> = (1..positions.rank()).collect();
-    let mean = positions.mean(&dims, true)?.clamp(Some(MIN_MEAN), None)?;
+    let keepdim = true;
+    let mean = positions.mean(&dims, keepdim)?.clamp(Some(MIN_MEAN), None)?;
     let positions = positions.div(&mean)?;
     Ok(Some(match examples {
         Some(examples) => positions.mul(&examples)?,

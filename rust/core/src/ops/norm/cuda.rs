@@ -106,7 +106,7 @@ pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&
 /// Returns the gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`. Each is the
 /// sum over the pieces of `partials` (samples, pieces, 2, len), which has the scale's part at index 0 of the third
 /// dimension and the shift's at index 1. The part of a piece is already summed over the rows of this piece.
-/// `wants` says of scale and shift whether to compute the gradient.
+/// `wants` says whether to compute the gradient of the scale (index 0) and that of the shift (1).
 pub(super) fn sum_affine(
     op: &'static str,
     gpu: &Gpu,

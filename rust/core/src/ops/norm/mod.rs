@@ -213,7 +213,8 @@ impl SavedAffine {
     /// `samples` is 1 if all rows have the same shift.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.shift_place else { return Ok(()) };
-        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;
+        let (rows_dim, keepdim) = (1, false);
+        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[rows_dim], keepdim)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }
 }

@@ -35,13 +35,16 @@ pub(in crate::ops::attention) fn forward(
             };
             Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &result_rows))
         })?;
-        let log_sums = from_vec(log_sums, &attention.scores[..attention.scores.len() - 1]);
+        // `attention.scores` is the shape of all scores, (..., heads, queries, keys).
+        let [log_sums_dims @ .., _keys] = &attention.scores[..] else { unreachable!("scores have dimensions") };
+        let log_sums = from_vec(log_sums, log_sums_dims);
         // SAFETY: `forward_blocks` has written each block of queries of each head.
         Ok((unsafe { output.finish() }?, log_sums))
     })
 }
 
-/// Writes the result to `output`; returns the log-sums.
+/// Writes the result to `output`; returns the log-sums. The bound on `T::Acc` lets `gemm` multiply exponentials, which
+/// have this type.
 fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     scores: &Scores<'_, T>,
     values: &Matrices<'_, T>,
