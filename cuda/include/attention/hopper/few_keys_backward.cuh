@@ -17,10 +17,10 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` and `scores` are addresses in shared memory: of 64 rows of a tile of q or
     // d_o, and of the group's tile of dS or of weights. dk takes q and dS, dv takes d_o and weights.
     static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
-        // Descriptors of tiles of which a product sums over the rows; the second argument is the distance from panel to panel. The
-        // tile of a group's rows has only one panel.
+        // Descriptors of the two operands, whose rows the product sums over. The second argument is the distance from panel to panel of
+        // the operand's tile; a tile of `rows` has only one panel.
         const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
-        // An instruction sums over 16 of the 64 rows; both of its operands are read across rows (1).
+        // An instruction sums over 16 of the 64 rows. The two template arguments 1 say that it sums over the rows of both operands.
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
