@@ -28,13 +28,14 @@ template <typename T> struct Rounding {
                 widen_pack(pack, values);
                 change(values, static_cast<uint32_t>(at));
             };
-            RowScale found;
+            // The first loop over the row finds its scale, the second one rounds.
+            RowScale row_scale;
             row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
                 float values[N];
                 changed(at, pack, values);
-                found.see(values);
+                row_scale.see(values);
             });
-            const float scale = found.of_team(is_int8);
+            const float scale = row_scale.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
             // Widened values of the row must not stay in registers: they take more registers than the values of type T.
             row.keep_narrow();
@@ -49,7 +50,9 @@ template <typename T> struct Rounding {
     }
 };
 
-// Transposes four rows of four codes; a word is a row.
+// Transposes four rows of four codes; a word is a row. A digit of a selector of __byte_perm is the number of a byte: 0 to 3 in the first
+// word, 4 to 7 in the second; the digit on the right selects the lowest byte. low01 has the columns 0 and 1 of the rows 0 and 1, column by
+// column; high01 has the columns 2 and 3.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
     const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);
@@ -63,7 +66,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
 // the parts' rows. `columns` and the number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with
 // 1: these are the scales of the rows of `out`.
 struct Transposition {
-    // An item is 16 neighbouring codes of one line of a tile, which a thread loads or stores at once. A word is four codes.
+    // An item is 16 neighbouring codes of one line of a tile, which a thread loads or stores at once: four items are a line. A word is four
+    // codes.
     static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
     const CodeParts &parts;
     uint32_t count, rows, columns;
@@ -81,6 +85,7 @@ struct Transposition {
         if (ones != nullptr && down_tile == 0)
             for (uint32_t i = thread; i < TILE; i += threads)
                 if (first_column + i < columns) ones[first_column + i] = 1.0f;
+        // Finds the part that has this tile. `down_tile` then counts the tiles of rows in this part.
         for (; index + 1 < count; index++) {
             const uint32_t tiles = (parts.list[index].rows + TILE - 1) / TILE;
             if (down_tile < tiles) break;
@@ -148,6 +153,7 @@ template <typename T>
 __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias,
                                            uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride,
                                            uint32_t is_integer, T *out) {
+    // A thread computes PACK results at a time, and stores STEP of them at once: 16 bytes or less.
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
     const uint32_t packs = columns / PACK;
     const uint64_t count = static_cast<uint64_t>(rows) * packs;

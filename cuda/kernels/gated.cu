@@ -13,7 +13,7 @@ namespace {
 // N is the number of elements of a pack: of h, of the gate and of y, which a thread loads and stores at once.
 template <typename T, int N, typename F>
 __device__ __forceinline__ void forward(const T *x, T *y, uint64_t rows, uint32_t width) {
-    const uint32_t packs = width / N;
+    const uint32_t packs = width / N; // in a row of y; `index` counts the packs of all rows
     for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
         const auto [row, pack] = divide(index, packs);
         const T *start = x + row * 2 * width + pack * static_cast<uint64_t>(N);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void forward(const T *x, T *y, uint64_t rows, uint32_
 
 template <typename T, int N, typename F>
 __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint64_t rows, uint32_t width) {
-    const uint32_t packs = width / N;
+    const uint32_t packs = width / N; // in a row of y; `index` counts the packs of all rows
     for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
         const auto [row, pack] = divide(index, packs);
         const uint64_t start = row * 2 * width + pack * static_cast<uint64_t>(N);

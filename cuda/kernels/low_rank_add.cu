@@ -45,12 +45,14 @@ template <int TILES> constexpr int BLOCKS = TILES == 1 ? 4 : 2;
 // halves). It loads the ranks 4t to 4t + 3 of hidden. include/low_rank.cuh explains this order. All loads start before the first product.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowRankAddSizes &sizes) {
+    // Finds the sum that this block belongs to. `begin` becomes the blockIdx.x of the sum's first block.
     const LowRankSum *sum = sums.list;
     uint32_t begin = 0;
     while (blockIdx.x >= sum->end) begin = sum++->end;
     const uint32_t column = ((blockIdx.x - begin) * WARPS + threadIdx.x / WARP) * COLUMNS;
     if (column >= sum->outer) return;
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    // The thread's first row, and the last row of dst.
     const uint32_t first = blockIdx.y * STEPS * TILE + g, last = sizes.rows - 1;
     T *dst = static_cast<T *>(sum->dst) + column + 8 * t;
     uint4 values[STEPS][2];
@@ -65,8 +67,9 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 const T *hidden = static_cast<const T *>(sum->tiles[tile].hidden);
-                const uint2 found = words<uint2>(hidden + static_cast<uint64_t>(row) * sizes.hidden_row + 4 * t);
-                left[step][tile][half] = found.x, left[step][tile][2 + half] = found.y;
+                const uint2 ranks = words<uint2>(hidden + static_cast<uint64_t>(row) * sizes.hidden_row + 4 * t);
+                // The order of the left operand of mma: two ranks of row g, the same of row g + 8, then the other two of both rows.
+                left[step][tile][half] = ranks.x, left[step][tile][2 + half] = ranks.y;
             }
         }
 #pragma unroll

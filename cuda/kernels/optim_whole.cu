@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
     const bool is_first = flags & 2u, is_last = flags & 4u;
     const double all_progress = progress + (is_first ? 0.0 : shared[PROGRESS]);
     const double all_distance = distance + (is_first ? 0.0 : shared[DISTANCE]);
+    // A rate other than 0, if any group of this launch or of the earlier ones has one.
     const double any_rate = is_first || rate != 0.0 ? rate : shared[RATE];
     shared[PROGRESS] = all_progress;
     shared[DISTANCE] = all_distance;
@@ -74,15 +75,15 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
         shared[RATE] = 0.0;
         return;
     }
-    // The settings that are read here are the same in all groups.
-    const Settings &at = settings[variables[0].group];
-    const double d0 = at.more[D0];
+    // The entries of `more` are Prodigy's own hyper-parameters; those that are read here are the same in all groups.
+    const auto &common = settings[variables[0].group].more;
+    const double d0 = common[D0];
     double d = shared[D];
-    const double numerator = shared[NUMERATOR] * at.more[BETA3] + d / d0 * all_progress;
-    const double estimate = at.more[D_COEF] * numerator / all_distance;
+    const double numerator = shared[NUMERATOR] * common[BETA3] + d / d0 * all_progress;
+    const double estimate = common[D_COEF] * numerator / all_distance;
     if (d == d0) d = fmax(d, estimate);
     shared[D_MAX] = fmax(shared[D_MAX], estimate);
-    shared[D] = fmin(shared[D_MAX], d * at.more[GROWTH_RATE]);
+    shared[D] = fmin(shared[D_MAX], d * common[GROWTH_RATE]);
     shared[NUMERATOR] = numerator;
     shared[STEPS] += 1.0;
 }

@@ -16,6 +16,7 @@ use trainable_candle_core::{DType, Device, Result, Tensor};
 
 use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
+/// The result of a check; the error says what is wrong. `text` turns errors of the library into such strings.
 type Checked = std::result::Result<(), String>;
 
 /// Operations whose derivative has only a few values, such as 0 and 1. If the input is NaN, most of these derivatives
@@ -66,7 +67,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
                     *depends |= (after - before).abs() > 1e-9 * before.abs().max(1.0);
                 }
             }
-            // Only the dtypes of `TOLERANCE` matter here.
+            // `TOLERANCE` pairs the dtypes to test with tolerances, which this check does not need.
             for (dtype, _) in TOLERANCE {
                 let inputs = text(replaced(f64::NAN, dtype))?;
                 let inputs = text(inputs.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
@@ -275,8 +276,9 @@ fn targets(x: &Tensor) -> Result<Tensor> {
 /// query of fixed numbers per sequence (3, 1, 16); the elements of the row, each repeated 16 times, as the keys or the
 /// values (3, n, 16); fixed numbers of the same shape, for the other of the two.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
-    attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
+    let repeated = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
+    let query = like(&repeated.narrow(1, 0, 1)?.contiguous()?)?;
+    attention(&query, &repeated, &like(&repeated)?)
 }
 
 /// Row lengths around the sizes of warps, vectorized loads and blocks of the kernels.

@@ -35,7 +35,8 @@ impl Coding {
         tile_size: Option<usize>,
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        let x = self.to_channels_last("image", image, image_channels, self.downscale)?;
+        let least_side = self.downscale;
+        let x = self.to_channels_last("image", image, image_channels, least_side)?;
         // In f32 on a GPU, tensor cores compute the products, with each f32 split into two bf16 numbers.
         let encode = |x: &Tensor| with_bf16_pairs(|| run(x));
         let moments = match self.tiling(tile_size)? {
@@ -64,7 +65,8 @@ impl Coding {
         tile_size: Option<usize>,
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let z = self.to_channels_last("latent", latent, channels, 1)?;
+        let least_side = 1;
+        let z = self.to_channels_last("latent", latent, channels, least_side)?;
         // With the products of f32 on tensor cores, as in `encode`.
         let decode = |z: &Tensor| with_bf16_pairs(|| run(z));
         let image = match self.tiling(tile_size)? {

@@ -50,10 +50,11 @@ pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let mut sum = vec![<T as Elem>::Acc::ZERO; line_len];
             for (line, out) in range.zip(out.chunks_exact_mut(line_len)) {
-                let first_line = line / input[0] * output[0]; // of the image's output lines
+                let image = line / input[0];
+                let first_output_line = image * output[0];
                 sum.fill(Real::ZERO);
                 for copy in copy_lines[line % input[0]].clone() {
-                    let copy = first_line + copy;
+                    let copy = first_output_line + copy;
                     let g = &g[copy * result_len..(copy + 1) * result_len];
                     let sums = sum.chunks_exact_mut(channels).zip(&copy_columns);
                     // `dispatch` compiles the loop for the SIMD instructions of the processor.

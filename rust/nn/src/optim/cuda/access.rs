@@ -46,8 +46,9 @@ impl OnDevice {
         let place = &self.places[index];
         let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
         let dims = spec.kind.dims(var.dims());
-        // `buffer` has this state for all variables of the layout. The part of `var` begins with block
-        // `place.blocks[state]`; `entries` converts a number of blocks to a number of the buffer's entries.
+        // A layout belongs to all variables with the same kinds of states, and `buffer` has this state of all of them. The
+        // buffer consists of blocks; a block has the entries for a fixed number of elements. The part of `var` begins
+        // with block `place.blocks[state]`; `entries` converts a number of blocks to a number of entries.
         let start = entries(spec.kind, place.blocks[state] as usize);
         let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))

@@ -202,8 +202,10 @@ impl Registers for Avx2 {
         intrinsics!(_mm256_sub_epi32(index, _mm256_cmpgt_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
-    /// Whether the lower 16 bits of any element, the fraction of a number, are below `limit`. The upper 16 bits are
-    /// not below it in any element, so the comparison of all 16-bit halves finds only lower halves.
+    /// Bits 16 to 23 of each element of `numbers` are the number of a magnitude, and the lower 16 bits are the fraction
+    /// that the number had before rounding. Returns whether any fraction is below `limit`. The upper 16 bits also have
+    /// bits of an f32's exponent, so they are never below `limit`. The comparison of all 16-bit halves therefore finds
+    /// only fractions.
     #[inline(always)]
     fn any_fraction_below(self, limit: u16, numbers: [__m256i; 4]) -> bool {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
