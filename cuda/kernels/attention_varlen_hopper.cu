@@ -1,7 +1,7 @@
-// The attention of attention_varlen.cu on compute capability 9.0, forward and backward (compiled for sm_90a only), with the same operands
-// and spans: of spans (2, rows), row 0 has the first key that each query sees, row 1 the end (exclusive) of the queries that see each key.
-// A query sees no key after its own position. The kernels take f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128),
-// pointers and strides that are multiples of 16 bytes, and a scale above 0.
+// The attention of attention_varlen.cu, causal attention inside the segments of a packed row, on compute capability 9.0, forward and
+// backward (compiled for sm_90a only), with the same operands and spans. spans is (2, rows): row 0 has the first key that each query sees,
+// row 1 the end (exclusive) of the queries that see each key. A query sees no key after its own position. The kernels take f16 and bf16,
+// widths that are a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples of 16 bytes, and a scale above 0.
 //
 // The packed row has rows = shape.queries positions, each with a query and a key, and heads = shape.heads heads of queries. `group` is the
 // number of heads of queries that share a head of keys. `maps` are the tensor maps through which the kernels copy tiles of q, k, v and the
@@ -58,8 +58,9 @@
     }
 
 // attention_varlen_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of items that are not split. Writes dk and dv of
-// each part of a split item to parts, f32 (2 * blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums, f32
-// (heads * ceil(rows / M), M * width). The blocks wait for one another, so all of them must run at the same time.
+// each part of a split item to parts, f32 (2 * blocks, 2, 128, width) with width = 64 or 128: a block has at most two parts, of its first
+// and of its last item, and a part is dk, then dv. Writes dq / scale to sums, f32 (heads * ceil(rows / M), M * width). The blocks wait for
+// one another, so all of them must run at the same time.
 // Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
 #define BACKWARD(w, dtype, type, m)                                                                                                \
     ENTRY(3 * WARPGROUP)                                                                                                           \

@@ -26,16 +26,16 @@ constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 template <typename T, int PARTS, typename Compute>
 __device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute) {
     float held[HELD_PACKS<T>][PARTS][N];
-    RowScale found;
+    RowScale largest; // finds the scale from the row's largest magnitude
 #pragma unroll
     for (int i = 0; i < HELD_PACKS<T>; i++) {
         const uint32_t pack = threadIdx.x + i * blockDim.x;
         if (pack >= packs) continue;
         compute(pack, held[i]);
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) found.see(held[i][part]);
+        for (int part = 0; part < PARTS; part++) largest.see(held[i][part]);
     }
-    const float scale = found.of_team(is_int8);
+    const float scale = largest.of_team(is_int8);
     if (threadIdx.x == 0) *row_scale = scale;
     with_rounder(scale, is_int8, [&](auto rounder) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void forward(const T *x, uint32_t rows, uint32_t widt
 template <typename T>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const float *column_scales, bool is_one_scale, uint32_t rows,
                                          uint32_t width, bool is_int8, uint8_t *codes, float *scales) {
-    const float one = __ldg(column_scales);
+    const float first_scale = __ldg(column_scales);
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * 2 * width, *from = grad + row * width;
         const auto compute = [&](uint32_t pack, float(&results)[2][N]) {
@@ -83,14 +83,14 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
             widen_pack(load_pack<N>(from + pack * N), g);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                float value, slope;
+                float value, slope; // GELU and its derivative, at the gate
                 GeluExact::both<T>(gate[i], value, slope);
                 results[0][i] = g[i] * value;
                 results[1][i] = g[i] * h[i] * slope;
             }
 #pragma unroll
             for (int part = 0; part < 2; part++) {
-                float factors[N] = {one, one, one, one};
+                float factors[N] = {first_scale, first_scale, first_scale, first_scale};
                 if (!is_one_scale) load_values(column_scales + part * width + pack * N, factors);
                 round_to<T>(results[part]);
 #pragma unroll

@@ -47,6 +47,8 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
 // Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's summed values k to k + 15.
+// to[0] and to[1] get the first and the last eight rows at the first eight summed values, to[2] and to[3] the same rows at the last
+// eight.
 template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
@@ -60,7 +62,8 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
 }
 
 // Loads a 16 x 16 part of the right operand: columns `first` to `first` + 15, and the step's summed values k to k + 15.
-// to[0] and to[1] get the first eight columns, to[2] and to[3] the last eight.
+// to[0] and to[1] get the first eight columns at the first and at the last eight summed values, to[2] and to[3] the last eight
+// columns.
 template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {

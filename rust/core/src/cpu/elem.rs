@@ -103,6 +103,7 @@ fn f16_to_f32(x: f16) -> f32 {
     // magnitude << 13 is 2^-14 + magnitude * 2^-24: subtract 2^-14.
     let least_normal = BIAS + (1 << 23);
     let subnormal = (f32::from_bits((magnitude << 13) + least_normal) - f32::from_bits(least_normal)).to_bits();
+    // 0x0400 is the least normal f16, and 0x7c00 is infinity; NaNs are above it.
     let finite = if magnitude < 0x0400 { subnormal } else { normal };
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
@@ -118,6 +119,7 @@ fn f32_to_f16(x: f32) -> f16 {
     // Subnormal f16: neighbouring f32 numbers from 0.5 to 1 differ by 2^-24, so adding 0.5 rounds to a multiple of
     // 2^-24; the sum's bits less those of 0.5 are the multiplier.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    // The least normal f16 is 2^-14.
     let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
     // A quiet NaN for NaN, infinity for all others.
     let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };

@@ -3,7 +3,7 @@
 //! Results are contiguous and have the dtype of the operands, except those of [`cast`]. The operands of one function
 //! must have the same dtype, and broadcast by numpy's rules. f16 and bf16 are computed in f32: `to_acc` converts an
 //! element to the type of arithmetic, `from_acc` rounds the result. A transposed operand is copied first, because
-//! reading it in place would be slow.
+//! reading it in place would be slow. [`dispatch`] runs a loop with the best SIMD instructions of the processor.
 
 use std::mem::MaybeUninit;
 
@@ -252,7 +252,8 @@ fn map<S: Elem, D: Elem, const K: usize>(
     Ok((D::to_cpu_storage_owned(result), Shape::from(dims)))
 }
 
-/// Calls `kernel` on several threads with pieces of `out` and the elements of the views that have the same indices.
+/// Calls `kernel` on several threads with pieces of `out` and the elements of the views that have the same indices. A
+/// thread takes pieces of `GRAIN` elements (the last one may be shorter).
 fn map_views<S: Elem, D: Elem, const K: usize>(
     views: &[View<'_, S>; K],
     out: &mut [MaybeUninit<D>],

@@ -138,7 +138,8 @@ impl Contents {
         });
         for (module, stored) in &mut contents.modules {
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
-            // Other tools limit the rotation by OFT in each forward pass; here the parameters are scaled once.
+            // Other tools limit the rotation by OFT in each forward pass; here the parameters are scaled once. peft calls
+            // its own limit COFT (constrained OFT).
             oft::apply_limit(stored).map_err(wrong)?;
             peft::apply_coft(contents.config.as_ref(), stored).map_err(wrong)?;
         }

@@ -145,12 +145,12 @@ pub static ENTRIES: &[Entry] = &[Entry {
     cases: || {
         // An arbitrary state.
         const STATE: State = State { seed: 5, offset: 77 };
-        // 3 · 71 elements: three full groups, and a part of one.
         let plain = |x: &[Tensor]| {
             let ones = Tensor::ones(x[0].shape().clone(), x[0].dtype(), x[0].device())?;
             x[0].mul(&dropout_from(&ones, 0.3, STATE)?)
         };
         vec![
+            // 3 · 71 elements are three full groups, and a part of one.
             Case::new("", &[&[3, 71]], |x| dropout_from(&x[0], 0.3, STATE)).plain(plain),
             Case::new("all zeroed", &[&[3, 5]], |x| dropout_from(&x[0], 1.0, STATE)),
             Case::new("none zeroed", &[&[3, 5]], |x| dropout(&x[0], 0.0, true)),
