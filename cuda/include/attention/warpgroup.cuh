@@ -12,8 +12,8 @@
 #define WARPGROUP_PRODUCTS 0
 #endif
 
-// Whether warpgroups multiply tiles in which each warp has 16 * `M` rows; otherwise warps do, with `mma.sync`. `M` must be 1, because a
-// `wgmma` has 64 rows, 16 for each of the four warps.
+// Whether warpgroups multiply tiles in which each warp has 16 * `M` rows; otherwise warps do, with `mma.sync`. Warpgroups
+// do so only if `M` is 1, because a `wgmma` has 64 rows, 16 for each of the four warps.
 template <int M> constexpr bool BY_WARPGROUP = WARPGROUP_PRODUCTS && M == 1;
 
 // Call this before the first product, and before products whose registers (accumulators or a left operand) other instructions have
@@ -62,7 +62,7 @@ __device__ __forceinline__ void publish_to_products() {
 // Returns the 64-bit descriptor (PTX manual, `wgmma`) of an operand that begins at `address`, a multiple of 32 bytes, in a tile with rows
 // of 64 values (128 bytes): 128-byte swizzle (a field of value 1, bits 62 and 63), groups of eight rows 1024 bytes apart (bits 32 to
 // 45, in units of 16 bytes), and the lower 18 bits of the address (bits 0 to 13, also in units of 16 bytes). The hardware ignores bits 16
-// to 29 in these products; they are set to 1 here.
+// to 29 in these products; here this field is 1.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }

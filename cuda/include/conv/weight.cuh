@@ -28,7 +28,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
                          PASSES = STEP / RIGHT_PASS;
 
     // For this thread's first column in each right tile: the input channel (negative if there is none), and the pixel of the input that
-    // the kernel tap reads for the output's pixel (0, 0).
+    // the kernel tap reads for the output's pixel (0, 0). The number of channels is a multiple of RIGHT_VEC, so the columns of one copy
+    // belong to one tap.
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
     // The pixels of the rows that this thread copies into right tiles, and the distance of STEP pixels as a `StepPixel`.
     StepPixel rows[PASSES], move;
@@ -38,7 +39,7 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     // The block's tiles begin at the pair of tap and channel (column of grad_weight) `first_value`, and the sum at the pixel `first_pixel`.
     __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel)
         : pixel(first_pixel) {
-        const int values = s.kernel_height * s.kernel_width * s.channels;
+        const int values = s.kernel_height * s.kernel_width * s.channels; // pairs of tap and channel
 #pragma unroll
         for (int j = 0; j < RIGHT_TILES; ++j) {
             const int value = first_value + j * STEP + int(threadIdx.x) % RIGHT_COLUMNS * RIGHT_VEC;
@@ -116,6 +117,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = shared_address(shared);
 
+    // `values` is the number of pairs of tap and channel, and `tiles` the number of blocks that share them.
     const int values = s.kernel_height * s.kernel_width * s.channels, outs = s.out_channels;
     const int tiles = (values + COUNT - 1) / COUNT;
     const int first_out = int(blockIdx.x) / tiles * ROWS, first_value = int(blockIdx.x) % tiles * COUNT;

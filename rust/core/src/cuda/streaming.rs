@@ -73,7 +73,7 @@ pub fn is_staging(device: &Device) -> bool {
     Gpu::of_device(OP, device).is_ok_and(|gpu| gpu.known_copies().is_some_and(has_pageable))
 }
 
-/// Whether copies of the device read pageable memory.
+/// Whether copies of the device read pageable memory: `pageable` counts the pieces of such memory.
 fn has_pageable(copies: &Copies) -> bool {
     copies.pageable().load(Ordering::Acquire) > 0
 }
@@ -222,6 +222,7 @@ impl Copier {
             // The staging thread must have queued its copies to the slot before this copy is queued.
             staging.wait(self.jobs[slot].swap(0, Ordering::AcqRel))?;
         }
+        // The stream of the copies, after it was made to wait for all work that the device's stream has now.
         let stream = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
         let mut job = Job { parts: Vec::new(), filled: self.filled[slot], _owner: owner.clone() };
         for (from, to) in parts {

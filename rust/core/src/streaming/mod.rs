@@ -141,6 +141,7 @@ impl Streamed {
     /// another process has the weight's values.
     pub fn host(&self) -> Result<Weight> {
         match &*self.state() {
+            // In a hollow unit, this process has the shapes of the weights, and another process has their values.
             State::Gathered(_) if self.0.unit.is_hollow() => Err(Error::argument(
                 OP,
                 "only another process has the values of this weight until the model is complete",

@@ -138,7 +138,8 @@ impl EncoderBlock {
     }
 }
 
-/// `q`, `k` and `v` as (B, heads, L, `d_kv`).
+/// `q`, `k` and `v` as (B, heads, L, `d_kv`). `projected` has the results of the three layers, joined in one tensor or
+/// separate.
 fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     let by_head = |x: &Tensor| {
         let (batch, length, inner) = (x.dims()[0], x.dims()[1], x.dims()[2]);

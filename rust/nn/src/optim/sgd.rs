@@ -61,6 +61,7 @@ impl Rule for SGDRule {
     const UPDATE: Update<SGDConfig, f32> = update;
     const UPDATE_F64: Option<Update<SGDConfig, f64>> = Some(update);
     const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
+        // The kernel `sgd_prepare` begins a step; `sgd_step` (with stochastic rounding, `sgd_rounded`) updates variables.
         prepare: "sgd",
         step: "sgd",
         before: &[], // no further kernels between `prepare` and `step`
