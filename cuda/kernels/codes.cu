@@ -29,13 +29,13 @@ template <typename T> struct Rounding {
                 change(values, static_cast<uint32_t>(at));
             };
             // The first loop over the row finds its scale, the second one rounds.
-            RowScale row_scale;
+            RowScale largest;
             row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
                 float values[N];
                 changed(at, pack, values);
-                row_scale.see(values);
+                largest.see(values);
             });
-            const float scale = row_scale.of_team(is_int8);
+            const float scale = largest.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
             // Widened values of the row must not stay in registers: they take more registers than the values of type T.
             row.keep_narrow();
@@ -153,7 +153,7 @@ template <typename T>
 __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias,
                                            uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride,
                                            uint32_t is_integer, T *out) {
-    // A thread computes PACK results at a time, and stores STEP of them at once: 16 bytes or less.
+    // A thread computes PACK results at a time, and stores STEP of them at once: 16 bytes.
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
     const uint32_t packs = columns / PACK;
     const uint64_t count = static_cast<uint64_t>(rows) * packs;
