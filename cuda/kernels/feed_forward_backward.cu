@@ -7,8 +7,9 @@
 // The unit itself, which the gradient of W's factor A needs, exists only in registers. A second kernel adds the parts in a fixed order.
 //
 // The products use PTX' `mma.m16n8k16`. A warp has 32 columns, and works on sixteen rows at a time. A thread has eight neighbouring columns
-// of two of these rows. It loads and stores them at once, as four 32-bit words of two columns. Product i (0 to 3) computes word i of every
-// thread, so column n of the product is column 8 (n / 2) + 2 i + n % 2 of the warp, with integer division. The words with the
+// of two of these rows. It loads and stores them at once, as four 32-bit words of two columns. Of a product's result (16 rows, 8 columns),
+// a thread has four values: value 2 half + k is column 2 (lane % 4) + k of row lane / 4 + 8 half. Product i (0 to 3) computes word i of
+// every thread, so column n of the product is column 8 (n / 2) + 2 i + n % 2 of the warp, with integer division. The words with the
 // results serve as left operands of products that sum over columns and, after `turn`, as right operands of products that sum over rows.
 //
 // Indices: `matrix` is 0 for h, 1 for gate, 2 for the unit; `half` is 0 or 1 for row lane / 4 + 8 half of a tile of sixteen rows; `index`
@@ -89,7 +90,8 @@ template <typename T> struct Block : BackwardArguments<T> {
         return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE);
     }
 
-    // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
+    // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks (one row per lane), A of W as right
+    // operands of products.
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
         const uint32_t warp_column = column - 8 * (lane % 4);
@@ -176,6 +178,7 @@ template <typename T> struct Block : BackwardArguments<T> {
                     multiply_add<T>(products[matrix], left[matrix], right[matrix][2 * next], right[matrix][2 * next + 1]);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
+                    // The results of the two columns of word i + next.
                     float found[MATRICES][2];
 #pragma unroll
                     for (int k = 0; k < 2; k++) {
@@ -222,9 +225,12 @@ template <typename T> struct Block : BackwardArguments<T> {
     __device__ __forceinline__ void sum_columns(const Results &results) const {
 #pragma unroll
         for (int matrix = 0; matrix < 2; matrix++) {
+            // found[0] has ranks 0 to 7, found[1] ranks 8 to 15.
             float found[2][4] = {};
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
+                // One `multiply_add` sums over the sixteen columns of products i and i + 1. For these, right[0] and right[2] have ranks 0
+                // to 7, right[1] and right[3] ranks 8 to 15.
                 const auto &values = results.values[matrix];
                 const uint32_t left[4] = {values[0][i], values[1][i], values[0][i + 1], values[1][i + 1]};
                 uint32_t right[4];
@@ -282,12 +288,13 @@ template <typename T> struct Block : BackwardArguments<T> {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
             const bool is_last = matrix == 2;
-            const uint32_t of_rank = is_last ? this->width : 1, of_column = is_last ? 1 : RANKS;
+            const uint32_t rank_stride = is_last ? this->width : 1, column_stride = is_last ? 1 : RANKS;
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int k = 0; k < 4; k++)
-                    to[static_cast<uint64_t>(lane / 4 + k / 2 * 8) * of_rank + (column + 2 * i + k % 2) * of_column] = sums[matrix][i][k];
+                    to[static_cast<uint64_t>(lane / 4 + k / 2 * 8) * rank_stride + (column + 2 * i + k % 2) * column_stride] =
+                        sums[matrix][i][k];
             to += RANKS * this->width;
         }
     }

@@ -37,7 +37,8 @@ moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, f
         if (lane == 0) row_of(row, sum / in.width);
     }
     if (in.number == 1 && in.width <= WHOLE_THREADS / 2) {
-        // A column of a single narrow matrix is shared by `sharers` threads, because otherwise most threads would have no column.
+        // A column of a single narrow matrix is shared by `sharers` threads, because otherwise most threads would have no column. Thread
+        // k * width + column sums the rows k, k + sharers, ... of the column.
         __shared__ double parts[WHOLE_THREADS];
         const uint32_t sharers = WHOLE_THREADS / in.width, column = threadIdx.x % in.width;
         double sum = 0.0;
@@ -73,8 +74,9 @@ static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
-// In the steps below, `elements.state(buffer, n)` returns the variable's values of its state number n, and `elements.clear` sets a gradient
-// to 0 if the step is to clear gradients.
+// In the steps below, `by` has the hyper-parameters; `states` has the buffers of states, null from the variable's number of states on.
+// `elements.state(buffer, n)` returns the variable's values of its state number n, and `elements.clear` sets a gradient to 0 if the step is
+// to clear gradients.
 
 // The step of torch.optim.Adafactor. `Settings::more` has beta2_decay; eps, the minimum of the root of a second moment; the minimum of the
 // parameters' root mean square; and d, the clipping threshold.

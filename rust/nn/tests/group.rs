@@ -105,7 +105,8 @@ fn frozen_parameters_share_a_storage_and_keep_names_and_values() {
     }
     let storage = |name: &str| {
         let (_, tensor) = tensors.iter().find(|(found, _)| found == name).unwrap();
-        storage_identity(tensor.raw()).0
+        let (address, _size) = storage_identity(tensor.raw());
+        address
     };
     assert_eq!(storage("to_q.weight"), storage("to_v.weight"));
     assert_eq!(storage("to_q.bias"), storage("to_k.bias"));
@@ -159,7 +160,8 @@ fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_e
 
 #[test]
 fn trainable_layers_run_layer_by_layer_and_stay_trainable() {
-    assert!(!joined(group(true).0.forward(&input()).unwrap()).1);
+    let (_, is_joined) = joined(group(true).0.forward(&input()).unwrap());
+    assert!(!is_joined);
     // A weight and a bias for each layer.
     assert_eq!(group(true).named_vars().len(), 6);
 }

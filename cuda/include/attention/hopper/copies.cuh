@@ -69,7 +69,8 @@ __device__ __forceinline__ void stores_are_done() { asm volatile("cp.async.bulk.
 // The position of a thread in a ring of stages in shared memory: the stage in use, and the parity of the current round through the ring.
 // Each stage has two barriers: FULL completes a phase when the stage has been filled, EMPTY when its readers have finished. A thread that
 // reads the stages waits for the phase of parity `parity` of the stage's FULL barrier. A thread that fills the stages waits for the phase
-// of parity `parity ^ 1` of the EMPTY barrier; in the first round this wait returns at once, because the stages are still empty.
+// of parity `parity ^ 1` of the EMPTY barrier; in the first round this wait returns at once, as it must for empty stages, because a new
+// barrier is in a phase of parity 0, and the phase of parity 1 before it counts as complete.
 template <int STAGES> struct Ring {
     uint32_t stage = 0, parity = 0;
 

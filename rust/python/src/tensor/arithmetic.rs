@@ -10,6 +10,7 @@ use crate::error::Result;
 
 /// The number of elements of the larger operand, as a measure of the operation's work.
 fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
+    // `compute` releases the GIL if the number is large.
     a.elem_count().max(b.elem_count())
 }
 

@@ -71,7 +71,7 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
 }
 
 /// [`forward`] for an operation that saves other values, but not y. A checkpoint's recomputation only restores saved
-/// values. So if it ends with this operation, nothing reads y, and zeros take its place.
+/// values. So if the recomputation ends with this operation, nothing reads y, and zeros take its place.
 pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
     if checkpoint::ends_here() {
         return compute::zeros(&[x.dims()[0], weight.dims()[0]], x.dtype(), x.device());
@@ -187,7 +187,8 @@ impl Backward for LinearBackward {
             context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], alpha)?;
         }
         if context.needs(self.bias) {
-            context.add(self.bias, compute::sum(&grad, &[0], false)?)?;
+            let keepdim = false;
+            context.add(self.bias, compute::sum(&grad, &[0], keepdim)?)?;
         }
         Ok(())
     }

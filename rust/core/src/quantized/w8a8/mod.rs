@@ -12,9 +12,9 @@
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
 //! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
-//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits than f32 has. A result is rounded once to its
-//! dtype; if a residual is added to the rounded result, their sum is rounded again. The backward pass ignores that x
-//! was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
+//! cuBLASLt may sum up to 1280 products of e4m3 codes (`FAST_TERMS`) with fewer bits than f32 has. A result is rounded
+//! once to its dtype; if a residual is added to the rounded result, their sum is rounded again. The backward pass
+//! ignores that x was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -33,7 +33,7 @@ use crate::raw::{Raw, from_vec, with_bytes};
 /// on tensor cores require it. (A part is a range of rows that were quantized together: a matrix has several if it was
 /// joined from several matrices.)
 pub(crate) const MULTIPLE: usize = 16;
-/// The maximum number of parts of a matrix whose codes are multiplied.
+/// The maximum number of parts of a matrix whose codes are multiplied: the length of the kernels' lists of parts.
 const MOST_PARTS: usize = 8;
 
 /// The rows of a matrix as codes: u8, (rows rounded up to a multiple of [`MULTIPLE`], columns), where rows beyond the

@@ -21,6 +21,7 @@ const OP: &str = LOG_PROBS.name;
 pub fn linear_log_probs<'a>(h: &Tensor, weight: impl Into<WeightRef<'a>>, targets: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     check(OP, h, weight, targets)?;
+    // Number of rows of a chunk.
     let rows = chunk_rows(h, weight);
     record(
         &LOG_PROBS,

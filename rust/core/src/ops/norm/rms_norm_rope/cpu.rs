@@ -110,7 +110,7 @@ struct Rows {
     count: usize,
     /// Number of pairs of a row.
     half: usize,
-    /// Number of rows of cos and sin.
+    /// Number of rows of cos and sin. Row i of `x` has position ⌊i / `repeats`⌋ mod `positions`.
     positions: usize,
     /// How many successive rows have the same position.
     repeats: usize,
