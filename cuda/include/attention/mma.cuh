@@ -260,6 +260,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
     }
 #endif
     const int lane = threadIdx.x % WARP;
+    // The four 8 x 8 matrices of a load: the first chunk of a step, of rows 0 to 7 and of rows 8 to 15, then the second chunk.
     const uint32_t address = x + chunk_offset<ROWS>(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < N / 16; k++) {

@@ -71,6 +71,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
         Ring pipeline{shared_address(shared)};
         pipeline.init();
         if (int(threadIdx.x) >= WORKERS) {
+            // The copying thread's warpgroup gives registers to the two warpgroups that multiply. All 384 threads have at most
+            // 65536 registers: 128 * 40 + 256 * 232 = 64512.
             registers_fewer<40>();
             if (int(threadIdx.x) == WORKERS) copy(s, maps, pipeline);
             __syncwarp();
@@ -86,6 +88,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             // Each warpgroup has all rows of the tile: they begin at byte 0 of a stage, and at row 0 in `each_strip` below.
             pipeline.template multiply_steps<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS, LEFT_TILES, HALF>(
                 acc, end - begin, 0, LEFT_BYTES + column / STEP * SQUARE_BYTES);
+            // The output channel of a row of the block's tile, or -1 if there is none.
             const auto row_of = [&](int row) -> int64_t { return first_out + row < outs ? first_out + row : -1; };
             if (partials != nullptr) {
                 float *slice = partials + int64_t(blockIdx.z) * outs * values;
@@ -93,6 +96,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                     store_partials(slice, /* bias */ nullptr, strip, row, first, first_value, values, row_of);
                 });
             } else {
+                // The finished tile replaces the stages, so first both warpgroups must have read them.
                 T *staged = reinterpret_cast<T *>(shared);
                 workers_wait<WORKERS>();
                 each_strip(acc, 0, column, [&](const auto &strip, int row, int first) {

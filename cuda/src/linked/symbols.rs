@@ -43,6 +43,7 @@ macro_rules! library {
                     "jmp qword ptr [rip + {slot}]",
                     slot = sym $symbol,
                 );
+                // x16 has no argument: the calling convention reserves it for such jumps between caller and function.
                 #[cfg(target_arch = "aarch64")]
                 global_asm!(
                     concat!(".globl ", stringify!($symbol)),

@@ -50,8 +50,8 @@ pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     record(&UPSAMPLE_NEAREST2D, &[x], || resize.forward(&x.raw), |_, _| resize)
 }
 
-/// The sizes of the images before (`input`) and after resizing (`output`), as (height, width). It is also the node of
-/// the tape.
+/// The sizes of the images before (`input`) and after resizing (`output`), as (height, width). This struct is also the
+/// node of the tape.
 #[derive(Clone, Copy)]
 struct Resize {
     batch: usize,

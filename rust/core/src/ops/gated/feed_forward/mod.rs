@@ -73,6 +73,7 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
                 None => compute::unset(SWIGLU_FEED_FORWARD.name, &y, &[y.dims()[0], last.weight.dims()[0]])?,
             };
             let result = result.reshape(with_last(&x.raw, last.weight.dims()[0]))?;
+            // `hidden` is not None, because both inner maps have low-rank products.
             Ok((result, [Some(y), hidden, Some(outer_hidden)].into_iter().flatten().collect()))
         },
         // `aux` has y, then x Aᵀ of the inner maps and of the outer map.
@@ -145,6 +146,7 @@ impl FeedForward {
         outer_hidden_grad: &Raw,
     ) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
+        // On the CPU no products are late: `late` is None.
         if let Some(late) = &self.late {
             y = late.get()?.added_to(&y)?;
         }
@@ -159,7 +161,9 @@ impl FeedForward {
         let unit = run(SWIGLU.name, &y, width, Silu)?;
         // A of the outer map, which has only adapter number 0. `outer_hidden_grad` already has the factor s.
         let (index, shape) = (self.outer.down(0), (outer_hidden_grad.dims()[1], width));
-        context.add_product(index, shape, self.outer.dtypes(0)[0], [&outer_hidden_grad.t()?, &unit], 1.0)?;
+        let [down_dtype, _up_dtype] = self.outer.dtypes(0);
+        let alpha = 1.0;
+        context.add_product(index, shape, down_dtype, [&outer_hidden_grad.t()?, &unit], alpha)?;
         let grad = run_backward(SWIGLU.name, &y, unit_grad, width, Silu)?;
         self.inner.add_up_gradients(context, &grad)?;
         let hidden_grad = self.inner.hidden_gradient(&grad)?;
