@@ -232,7 +232,8 @@ impl Binary for E4m3 {
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
         // `spacing` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 for |x| below 2^-5,
-        // and doubles at 2^-5 and at each larger power of two, up to 2^8. `step` starts at 2^-9, and `power` at 2^-6.
+        // and doubles at 2^-5 and at each larger power of two, up to 2^8: 14 times. `step` starts at 2^-9, and `power` at
+        // 2^-6.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut spacing = R::from_f64(step);
@@ -326,7 +327,8 @@ impl Backward for Learned {
         if context.needs(1) {
             let rounded = Tensor::constant(self.grid.round(&x.raw, &scale.raw)?);
             let d = rounded.sub(&Tensor::select(&inside, &x, &zero)?)?;
-            context.add(1, grad.mul(&d)?.sum(&[1], true)?.div(&factors)?.raw)?;
+            let keepdim = true;
+            context.add(1, grad.mul(&d)?.sum(&[1], keepdim)?.div(&factors)?.raw)?;
         }
         context.add(0, Tensor::select(&inside, &grad, &zero)?.raw)
     }
@@ -392,7 +394,8 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     }
     let compute_dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(compute_dtype)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
-    let largest = grouped.detach().abs()?.max(&[1], true)?;
+    let keepdim = true;
+    let largest = grouped.detach().abs()?.max(&[1], keepdim)?;
     // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. With any scale above 0,
     // zeros stay zeros.
     let smallest = f64::from(f32::MIN_POSITIVE);

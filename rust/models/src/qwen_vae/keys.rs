@@ -49,8 +49,9 @@ impl Layout for AutoencoderLayout {
 }
 
 /// The form in which files store a parameter. `LastFrame` is the kernel of a convolution in time and space, of which
-/// the model's kernel is the last of `frames` slices; `Pointwise` is the kernel of a 1×1 convolution, a matrix in the
-/// model. `Vector` has `rank` dimensions in files, all but one of size 1.
+/// the model's kernel is the last of `frames` slices: the other slices multiply the frames before a single image, which
+/// are zeros. `Pointwise` is the kernel of a 1×1 convolution, a matrix in the model. `Vector` has `rank` dimensions in
+/// files, all but one of size 1.
 fn form(name: &str) -> Form {
     let contains = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
