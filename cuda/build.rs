@@ -118,7 +118,8 @@ fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     fs::write(generated(out, source, "signatures"), lines.join("\n"))
 }
 
-/// Writes the Rust code of all kernels and, for each source, the file that nvcc compiles.
+/// Writes the Rust code of all kernels and, for each source, the `.cu` file that nvcc compiles: it includes the source, and asserts that
+/// the structures that kernels and host share have the same memory layout in CUDA as in Rust.
 fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
     let mut code = String::new();
     for path in sources {

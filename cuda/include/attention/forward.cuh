@@ -110,12 +110,14 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
 // tile of queries and two stages, each with `KEYS` keys and their values: one stage is filled while the warps work on the other. Rows in
 // shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows: `HeldRows` loads them into registers,
 // `SharedRows` leaves them in shared memory. `VisibleKeys`, `Dense` or `Spans`, tells which keys a query sees; `group()` is the number of
-// query heads that share a key head.
+// query heads that share a key head. With `BY_WARPGROUP<M>`, `wgmma` multiplies (compute capability 9.0); otherwise each warp does, with
+// `mma.sync`. `wait_for_copies` is also a barrier of the block: after it, copies may overwrite what products before it have read.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
                                                   const AttentionShape &shape, const VisibleKeys &visible) {
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
+    // `wgmma` reads swizzled tiles in groups of eight rows of 128 bytes, which must be aligned to their size.
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), stages = query_tile + tile_bytes<D>(QUERIES);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -136,6 +138,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so scores of these keys need `hide`.
     const uint32_t floor = visible.first_key(first + rows - 1);
+    // The first half of a stage has the keys, the second half the values.
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
         copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key,
@@ -177,15 +180,16 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
             end_copies();
             float scores[M][KEYS / 8][4];
-            queries.begin_iteration();
+            queries.begin_iteration(); // loads the queries into registers if `Rows` is `HeldRows`
             begin_products();
+            // The template arguments `KEYS, KEYS`: the keys to multiply, and the rows of the tile that they are in.
             multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + step % 2 * STAGE);
             end_products();
             wait_for_products<0>();
             products_are_ready(scores);
             if (weigh(scores, step)) scale_rows(result, correction);
             const Weights<T, M, KEYS> weights(scores);
-            products_are_ready(result);
+            products_are_ready(result); // keeps the compiler from moving the scaling of `result` after this line
             begin_products();
             add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
             end_products();
@@ -234,6 +238,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;
         }
+    // The results pass through shared memory: each warp overwrites its own rows of the tile of queries.
     write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, warp_rows, shape.width, result,
                         shared + warp * 16 * M * ROW_BYTES);
 }

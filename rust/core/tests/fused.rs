@@ -1,5 +1,5 @@
-//! Tests of fused kernels beyond the registry's small cases: more rows than a kernel takes at a time, memory layouts,
-//! extreme values, operands of two dtypes.
+//! Tests of the CPU's fused kernels beyond the registry's small cases: more rows than a kernel takes at a time, memory
+//! layouts, extreme values, operands of two dtypes.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::ops::attention::{

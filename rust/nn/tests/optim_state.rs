@@ -89,6 +89,7 @@ fn state_bytes_count_states_and_master_values() {
     let state_8bit = 6000 + 4 * 6000usize.div_ceil(256) + 4 * 40;
     // The numbers of states of SGD (1: momentum), Adam with amsgrad (3), AdamW8bit (2), Lion8bit (1) and Prodigy (4).
     let expected = [f32_state, 3 * f32_state, 2 * state_8bit, state_8bit, 4 * f32_state];
+    // For an f16 variable, an optimizer also keeps the master values: a copy of the variable in f32.
     for (dtype, master_bytes) in [(DType::F32, 0), (DType::F16, f32_state)] {
         for (mut opt, state_bytes) in optimizers(dtype).into_iter().zip(expected) {
             assert_eq!(opt.state_bytes(), 0);
@@ -156,7 +157,7 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
     for grad in [8.0, 8.0, f32::INFINITY, 8.0, f32::NAN, 8.0, 8.0] {
         let mut opt = sgd_with_grad(grad)?;
         let scale = scaler.get_scale()? as f32;
-        let stepped = scaler.step(&mut opt)? == Some(true);
+        let stepped = scaler.step(&mut opt)? == Some(true); // `None` occurs only on CUDA devices
         assert_eq!(stepped, grad.is_finite());
         // With learning rate 1, a step subtracts the unscaled gradients from [0, 0].
         let expected = if stepped { [-8.0 / scale, -1.0 / scale] } else { [0.0; 2] };

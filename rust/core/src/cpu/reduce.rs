@@ -69,6 +69,7 @@ pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
         let x = elements::<T>(x)?;
         let mut result = vec![0u32; outer * inner];
         let shared = SharedMut::new(&mut result);
+        // A thread takes as many results at a time as read about GRAIN elements, n each.
         par_ranges(outer * inner, GRAIN / n.max(1), |range| {
             // SAFETY: the ranges are disjoint.
             let result = unsafe { shared.slice(range.clone()) };
@@ -98,8 +99,9 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
         let shared = SharedMut::new(&mut result);
         // A task computes the sums of up to TILE columns of one outer index.
         let tiles = inner.div_ceil(TILE);
-        let work_per_task = n * inner.min(TILE);
-        par_ranges(outer * tiles, (GRAIN / work_per_task.max(1)).max(1), |range| {
+        let elements_per_task = n * inner.min(TILE);
+        let tasks_at_a_time = (GRAIN / elements_per_task.max(1)).max(1);
+        par_ranges(outer * tiles, tasks_at_a_time, |range| {
             let mut sums = vec![Real::ZERO; inner.min(TILE)];
             for task in range {
                 let (o, first_column) = (task / tiles, task % tiles * TILE);
@@ -193,12 +195,12 @@ fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize);
     let mut result: Option<Vec<T::Acc>> = None;
     while let Some(last) = groups.iter().rposition(|&(is_reduced, _)| is_reduced) {
         let product = |groups: &[(bool, usize)]| groups.iter().map(|&(_, size)| size).product();
-        let dims = [product(&groups[..last]), groups[last].1, product(&groups[last + 1..])];
+        let outer_n_inner = [product(&groups[..last]), groups[last].1, product(&groups[last + 1..])];
         result = Some(match result {
-            None => fold::<T, T::Acc, F>(x, T::to_acc, dims),
-            Some(x) => fold::<T::Acc, T::Acc, F>(&x, std::convert::identity, dims),
+            None => fold::<T, T::Acc, F>(x, T::to_acc, outer_n_inner),
+            Some(x) => fold::<T::Acc, T::Acc, F>(&x, std::convert::identity, outer_n_inner),
         });
-        groups[last] = (false, 1);
+        groups[last] = (false, 1); // the fold left one element of this dimension
     }
     let divisor = T::Acc::from_f64(divisor);
     result.unwrap_or_default().into_iter().map(|x| T::from_acc(x / divisor)).collect()

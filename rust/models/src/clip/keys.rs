@@ -15,6 +15,7 @@ const WRAPPER: &str = "text_model.";
 pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
+        // Some original checkpoints, such as those of Stable Diffusion 1, have transformers' names after a prefix.
         other => Box::new(Transformers { prefix: other.map_or("", |original| original.prefix) }),
     }
 }
@@ -61,7 +62,7 @@ impl Layout for OpenClip {
         if name == "text_projection.weight" {
             // OpenCLIP has a plain matrix (in, out) in place of a linear layer.
             let transposed = Key { key: "text_projection".to_owned(), form: Form::Transposed };
-            return vec![transposed, Key::plain(name)];
+            return vec![transposed, Key::plain(name)]; // readers use the first key that the file has
         }
         name.strip_prefix(WRAPPER).and_then(open_clip).into_iter().collect()
     }
@@ -132,7 +133,7 @@ pub(super) fn deduce(
         Naming::Original => {
             ("token_embedding.weight", "positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight")
         }
-        // No file has llama.cpp's names for CLIP's text encoder.
+        // `Own` are transformers' names. No file has llama.cpp's names for CLIP's text encoder.
         Naming::Own | Naming::LlamaCpp => (
             "text_model.embeddings.token_embedding.weight",
             "text_model.embeddings.position_embedding.weight",

@@ -110,10 +110,11 @@ pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> 
         return Err(Error::dtype(OP, format!("the data is {found}, expected floating point; convert it with to()")));
     }
     let (clean, noise) = (data.to_dtype(DType::F32)?, noise.to_dtype(DType::F32)?);
-    let mut per_example = vec![1; data.rank()];
+    let mut per_example = vec![1; data.rank()]; // becomes (B, 1, ..., 1)
     per_example[0] = data.dims()[0];
+    let sigma = sigmas.to_dtype(DType::F32)?.reshape(per_example)?;
     let target = noise.sub(&clean)?;
-    let sample = clean.add(&target.mul(&sigmas.to_dtype(DType::F32)?.reshape(per_example)?)?)?;
+    let sample = clean.add(&target.mul(&sigma)?)?;
     Ok(Noised {
         sample: sample.to_dtype(data.dtype())?,
         sigmas: sigmas.clone(),
@@ -147,6 +148,7 @@ mod tests {
         let values = |x: &Tensor| x.to_vec::<f32>().unwrap();
         for distribution in ["uniform", "logit_normal", "mode"] {
             let flow = FlowMatching::new(distribution.parse().unwrap(), 3.0).unwrap();
+            // Zeros, so that the target, noise - data, is the noise.
             let data = Tensor::zeros((4, 2, 3), DType::F32, &Device::Cpu).unwrap();
             let all = flow.noise_for(&data, &[10, 11, 12, 13], 5).unwrap();
             for (row, number) in (10..14).enumerate() {

@@ -119,6 +119,8 @@ struct Scratch<R> {
     query_grads: Vec<R>,
 }
 
+// `gemm` takes a matrix only of an `Elem`, so the accumulator must be one too, with itself as its accumulator: f32 or
+// f64.
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     /// Computes the wanted gradients and writes them to `grad_rows`.
     fn run(&self) {

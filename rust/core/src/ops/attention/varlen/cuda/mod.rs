@@ -45,12 +45,15 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
         return Ok(spans);
     }
     let bounds = contiguous(cu_seqlens)?;
+    // Each thread checks one bound and computes the spans of one token, as far as its number is below their numbers.
     let threads = PLAIN_THREADS as usize;
     let shape = Shape::linear(op, rows.max(bounds.elem_count()).div_ceil(threads), PLAIN_THREADS)?;
     let arguments = AttentionVarlenSpans {
         bounds: input(op, &bounds)?,
         spans: output(op, &spans)?,
+        // The address of the report.
         out_of_range: gpu.board().place(op),
+        // The bytes of each bound: 4 for u32, 8 for i64.
         id_bytes: id_bytes(op, &bounds)?,
         count: count32(op, bounds.elem_count())?,
         rows: count32(op, rows)?,
@@ -289,6 +292,7 @@ impl Pass<'_> {
         // null.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if parts > 1 && wants_keys_or_values {
+            // The gradients of k and v have as many heads as k and v.
             let sizes = AttentionShape { heads: key_heads, ..sizes };
             let places = [(dk, dk_strides), (dv, dv_strides)];
             self.attention.sum_parts(gpu, dtype, &sizes, [dk_parts.as_ref(), dv_parts.as_ref()], places)?;

@@ -34,7 +34,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
         // SAFETY: each block writes its own range of `partial`.
         let partial = unsafe { shared.slice(block.index * groups..(block.index + 1) * groups) };
         let x = &x[block.elements];
-        let count = (x.len() / groups) as f64;
+        let count = (x.len() / groups) as f64; // the elements of each group in this block
         let mut sums = vec![T::Acc::ZERO; channels];
         let mut means = vec![T::Acc::ZERO; channels];
         dispatch(
