@@ -5,8 +5,8 @@
 // w of block i decides element 16 w + i of the group. `threshold` is floor(p 2^32), at most 2^32 - 1; `scale` is 1 / (1 - p), or 0 for
 // p = 1. If `state` is null, `seed` and `offset` are the generator's seed and offset; otherwise these are state[0] and
 // state[1] + `offset`. x and y have `len` elements and may be the same memory.
-// Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), where WIDE elements take 16 bytes; no dynamic shared memory. Any
-// grid gives the same results.
+// Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), where WIDE elements take 16 bytes, and each of the 256 threads has
+// 4 WIDE elements; no dynamic shared memory. Any grid gives the same results.
 
 #include "philox.cuh"
 #include "rows.cuh"

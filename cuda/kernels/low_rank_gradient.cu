@@ -67,7 +67,9 @@ template <typename T> struct Rows {
         }
     }
 
-    // Adds the products of the warp's 16 rows to `sums`: sums[j] belongs to mma j.
+    // Adds the products of the warp's 16 rows to `sums`: sums[j] belongs to mma j. A word has two neighbouring ranks or columns of one row.
+    // A register of an operand has two neighbouring rows of one rank or column: `low_halves` of two words gives the even rank or column,
+    // `high_halves` the odd one.
     __device__ __forceinline__ void multiply(float (&sums)[8][4]) const {
         const uint32_t left[4] = {low_halves(narrow[0], narrow[1]), high_halves(narrow[0], narrow[1]),
                                   low_halves(narrow[2], narrow[3]), high_halves(narrow[2], narrow[3])};

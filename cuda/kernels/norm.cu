@@ -22,6 +22,7 @@ namespace {
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd,
                                         uint64_t rows, uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared) {
+    // `normalize` calls `write` for each row. normalized(place, at, result) sets `result` to the row's results in one pack.
     const auto write = [&](uint64_t row, const NormRow<T, N> &values, auto normalized) {
         values.for_each_place([&](int place, uint64_t at) {
             Acc<T> result[N];
@@ -45,7 +46,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
         // The values of `before`, loaded early, so that they arrive while the sums are computed.
         NormRow<T, N> addends(before + row * len, before == nullptr ? 0 : len);
         const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
-        const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
+        const uint64_t parameters = first_parameter<KIND>(row, sharing, len); // where the row's weight begins
         A sum = 0, dot = 0;
         values.for_each_place([&](int place, uint64_t at) {
             const auto pack = values.get(place, at), g = grads.get(place, at);

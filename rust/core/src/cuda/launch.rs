@@ -361,6 +361,7 @@ pub(super) fn tensor_in(
         U8 u8; U32 u32; I16 i16; I32 i32; I64 i64; BF16 half::bf16; F16 half::f16; F32 f32; F64 f64;
     };
     let storage = Storage::Cuda(CudaStorage { slice, device: gpu.device().clone() });
+    // Without candle's autograd: the tensor is no result of an operation, and no variable (`false`).
     Ok(Raw::from_storage(storage, dims, BackpropOp::none(), false))
 }
 

@@ -82,7 +82,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         *place = LowRankTerm { input: input?, down: down?, up: up?, hidden: hidden?, dst: dst_at };
         let LowRankTerm { input, down, up, hidden, .. } = *place;
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
-        let has_separate_dst = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
+        let storage_address = |tensor: &Raw| storage_identity(tensor).0;
+        let has_separate_dst = operands.iter().all(|operand| storage_address(operand) != storage_address(dst));
         let is_alike =
             direction_and_sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
         // In the backward pass, each block computes all terms in turn, so all must add to the same dst. The direction

@@ -79,7 +79,8 @@ impl Approximator {
         Ok(Self {
             sinusoids: Sinusoids::new(channels / 4, device)?,
             fixed_features: fixed_features(sizes, device)?,
-            // Inputs, hidden features and results all have `width` features.
+            // `LINEAR` are the names of the two linear layers. Inputs, hidden features and results all have `width`
+            // features.
             layers: (0..layers)
                 .map(|i| TimestepEmbedding::named(LINEAR, [width; 3], true, &mut weights.pp(&format!("layers.{i}"))))
                 .collect::<Result<_>>()?,

@@ -60,7 +60,7 @@ impl FusedBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         // The number of values in the block's input, (tokens, D).
         let inputs = tokens * self.sizes.dim();
-        let joins_previous = false;
+        let joins_previous = false; // full checkpointing recomputes this block alone
         saved.block(inputs, joins_previous, |saved| {
             // The norm keeps its input.
             saved.keep(inputs);

@@ -187,6 +187,7 @@ impl Pipeline {
 /// The names of a model's layers with the shapes of their weights in files: (out, in), or (out, in, height, width) for
 /// a convolution.
 pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
+    // In memory, the weight of a convolution is (out, height, width, in).
     let shape = |dims: &[usize]| match *dims {
         [out, height, width, input] => vec![out, input, height, width],
         ref dims => dims.to_vec(),

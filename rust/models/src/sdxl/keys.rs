@@ -183,6 +183,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
         return Err(undetermined("the UNet's levels, because its blocks are not those of an SDXL model"));
     }
+    // The key of the first attention in `input_blocks`. All attentions read the same features of the text.
     let attention = (1..=levels * entries_per_level)
         .map(|i| format!("input_blocks.{i}.1"))
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())

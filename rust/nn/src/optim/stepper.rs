@@ -245,6 +245,7 @@ impl<R: Rule> Stepper<R> {
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let parameters = &self.group_mut(group)?.parameters;
+        // Also true for parameters that have no states on the host yet.
         let host_fits = parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
         // Once the states are on a device, `groups` has none.
         let fits =
@@ -397,7 +398,8 @@ impl<R: Rule> Optimizer for Stepper<R> {
             .collect();
         let Loaded { parameters, lrs, seed } = {
             let parameters: Vec<&Parameter> = self.parameters().collect();
-            state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), self.seed.is_some(), states)?
+            let rounds_stochastically = self.seed.is_some();
+            state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), rounds_stochastically, states)?
         };
         let configs = self.groups.iter().zip(&lrs).map(|(group, &lr)| {
             let mut config = R::Config::clone(&group.config);

@@ -162,6 +162,7 @@ fn products_are_written_to_ranges_of_columns() {
                 let before = dst.to_dtype(DType::F64).unwrap().copy().unwrap();
                 let factors = [0, 1].map(|i| b.get(i).unwrap().t().unwrap());
                 let ranges = [3, 11].map(|start| dst.narrow(1, start, 6).unwrap());
+                // For each product: its destination and its two factors.
                 let terms = [[&ranges[0], &a, &factors[0]], [&ranges[1], &a, &factors[1]]];
                 write_products(&terms, 0.5, accumulate).unwrap();
                 for (range, (start, factor)) in ranges.iter().zip([3, 11].into_iter().zip(&factors)) {
