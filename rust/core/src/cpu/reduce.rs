@@ -69,7 +69,7 @@ pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
         let x = elements::<T>(x)?;
         let mut result = vec![0u32; outer * inner];
         let shared = SharedMut::new(&mut result);
-        // A thread takes as many results at a time as read about GRAIN elements, n each.
+        // A result reads n elements, so a thread takes GRAIN / n results at a time.
         par_ranges(outer * inner, GRAIN / n.max(1), |range| {
             // SAFETY: the ranges are disjoint.
             let result = unsafe { shared.slice(range.clone()) };

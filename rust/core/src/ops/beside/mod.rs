@@ -103,6 +103,7 @@ impl Columns {
         }
         let mut before_width = 0;
         if let Some(before) = before {
+            // The same dtype and device as x.
             same_kind(op, x, "tensor `before`", before)?;
             before_width = match before.dims().split_last() {
                 Some((&columns, dims)) if dims == outer => columns,

@@ -45,7 +45,7 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
         return Ok(spans);
     }
     let bounds = contiguous(cu_seqlens)?;
-    // Each thread checks one bound and computes the spans of one token, as far as its number is below their numbers.
+    // Thread i checks bound i, if there is one, and computes the spans of token i, if there is one.
     let threads = PLAIN_THREADS as usize;
     let shape = Shape::linear(op, rows.max(bounds.elem_count()).div_ceil(threads), PLAIN_THREADS)?;
     let arguments = AttentionVarlenSpans {
