@@ -3,7 +3,8 @@
 
 #include "affine.cuh"
 
-// A team of threads (rows.cuh) works on a row, which consists of packs of N neighbouring elements.
+// A team of threads (rows.cuh) works on a row, which consists of packs of N neighbouring elements. A team is the threads of a block with
+// the same threadIdx.y; its thread t = threadIdx.x has the packs t, t + blockDim.x, t + 2 · blockDim.x and so on.
 
 // The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
 // multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1
@@ -40,8 +41,8 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
     });
     row.keep_narrow();
     // Later loops read the packs that are not in registers from `sum`. A thread reads only packs that it wrote itself, so the team need not
-    // wait. But the compiler must not move these loads before the stores: wide stores are inline assembly
-    // (`store_words`), of which it does not know that it writes memory.
+    // wait. But the compiler must not move these loads before the stores: wide stores are inline assembly (`store_words`), and the compiler
+    // does not know that the assembly writes memory.
     row.start = sum;
     one_at_a_time(); // keeps the compiler from moving loads and stores across this line
 }
@@ -51,7 +52,7 @@ template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
 
-// The factors of the normalized x, from element `at` of `weight` on.
+// The factors of the normalized x, from element `at` of `weight` on. Without a weight, `load_parameter` gives the 1 that it is passed.
 template <typename T, Kind KIND, int N>
 __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
     load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);
@@ -90,15 +91,15 @@ __device__ __forceinline__ void normalize(const T *x, const T *residual, T *sum,
             }
         });
         values.keep_narrow();
-        const A scale = A(1) / sqrt(team_sum(squares, shared) / len + eps);
-        if (threadIdx.x == 0) rstd[row] = scale;
+        const A reciprocal = A(1) / sqrt(team_sum(squares, shared) / len + eps);
+        if (threadIdx.x == 0) rstd[row] = reciprocal;
         const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
         write(row, values, [&](int place, uint64_t at, A(&result)[N]) {
             const auto pack = values.get(place, at);
             A parameter[N];
             load_scale<T, KIND>(affine, parameters + at, parameter);
 #pragma unroll
-            for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * scale * parameter[i];
+            for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * reciprocal * parameter[i];
             load_parameter<T>(affine.bias, affine.is_f32, parameters + at, A(0), parameter);
 #pragma unroll
             for (int i = 0; i < N; i++) result[i] += parameter[i];

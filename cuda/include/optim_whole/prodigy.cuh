@@ -1,6 +1,10 @@
 // The optimizer Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two
 // sums from which D, the estimate of the step size, is computed. The second (kernels/optim_whole.cu) computes D, and the third updates the
 // parameters. See rust/nn/src/optim/prodigy.
+//
+// In the first and the third, one block of threads handles a variable. `for_each(count, f)` (elements.cuh) spreads the calls f(i),
+// i < count, over the threads of the block and then synchronizes them. G is the dtype of the gradients, C that of the 16-bit copy of the
+// parameters.
 #pragma once
 
 #include "elements.cuh"
@@ -96,6 +100,7 @@ static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &eleme
     const float *const mean = states[3] == nullptr ? nullptr : elements.state(states[3], 3);
     for_each(elements.variable.count, [&](uint64_t i) {
         const float p = elements.param(i);
+        // With a first beta of 0, the mean would be d times the gradient; it is computed here instead of kept.
         const float direction = mean != nullptr ? mean[i] : scale * (elements.grad(i) + l2 * p);
         elements.set(i, p - decay * p - step_size * direction / (sqrtf(square[i]) + eps));
         elements.clear(i);

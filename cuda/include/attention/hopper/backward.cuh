@@ -12,12 +12,17 @@
 #include "copies.cuh"
 #include "order.cuh"
 
-// T is the dtype, D the width of a head. A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is
-// `::Order<M>` (order.cuh), or `Shares<M>` (shares.cuh) for packed rows. An item is a tile of keys of one head, with one step for each tile
-// of queries that sees these keys. A span is the steps of an item that one block takes, from `begin` to `end` (exclusive); the block does
-// `time` steps before them. If several blocks share an item, each writes its sums for dk and dv, a part, to the span's `slot` in `parts`;
-// a later kernel adds the parts. A `Walk` goes through the block's spans, a `QueryCursor` through the tiles of queries of a span. A `Ring`
-// is a thread's position in a ring of buffers: the stage (the buffer) in use, and the parity of the round, for waits at barriers.
+// T is the dtype, D the width of a head. A tile of queries has M rows: 128 for D = 64, 64 for D = 128. The template parameter `Order` gives
+// the blocks their work: it is `::Order<M>` (order.cuh), or `Shares<M>` (shares.cuh) for packed rows. An item is a tile of keys of one
+// head, with one step for each tile of queries that sees these keys. A span is the steps of an item that one block takes, from `begin` to
+// `end` (exclusive); the block does `time` steps before them. If several blocks share an item, each writes its sums for dk and dv, a part,
+// to the span's `slot` in `parts`; a later kernel adds the parts. A `Walk` goes through the block's spans, a `QueryCursor` through the
+// tiles of queries of a span. A `Ring` is a thread's position in a ring of buffers: the stage (the buffer) in use, and the parity of the
+// round, for waits at barriers. A reader waits for the phase `parity` of a FULL barrier. A writer waits for the phase `parity ^ 1` of an
+// EMPTY barrier; in the first round it need not wait. A `Task` is a tile of one head: `index` is that of the head over (batch, heads),
+// `tile` that of the tile in the head.
+//
+// A tile in shared memory consists of panels of 64 columns, one after another. A row of a panel has ROW_BYTES (128).
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
@@ -28,8 +33,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers. FULL: the data has arrived; EMPTY: the memory may be overwritten. There is one buffer for dq, but each adder has a barrier
-    // DQ_FULL of its own, on which it waits only in the steps that it takes.
+    // Barriers, of 8 bytes each. FULL: the data has arrived; EMPTY: the memory may be overwritten. There is one buffer for dq, but each
+    // adder has a barrier DQ_FULL of its own, on which it waits only in the steps that it takes.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
@@ -98,11 +103,12 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
 
     // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The block whose turn is first stores its
     // sums instead. `turns` counts the additions to each tile of queries, including that first one. The `ADDERS` warps take the steps in
-    // rotation, because a warp waits until its addition is in memory, which takes longer than a step.
+    // rotation, because a warp waits until its addition is in memory, which takes longer than a step. `sums` has GROUPS * SUM_BYTES / 4 f32
+    // values for each tile of queries.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
-        // The number of steps before this one, and the number before the next step that this adder takes.
+        // The number of steps of the block before this one, and the number before the next step that this adder takes.
         uint32_t steps_before = 0, before_own_step = adder, parity = 0;
         while (walk.next(order, span)) {
             const Task keys = order.keys(span.item);
@@ -118,6 +124,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(additions) : "l"(turns + index) : "memory");
                     while (additions < turn);
                     barrier_wait(shared + DQ_FULL + adder * 8, parity);
+                    // The copy engine, too, then sees what the groups wrote.
                     publish_to_products();
                     if (turn == 0)
                         store_bytes(to, shared + DQ, GROUPS * SUM_BYTES);
@@ -140,7 +147,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Starts the products k qᵀ of 64 keys with 2 * N queries, or v doᵀ of 64 values with 2 * N rows of gradients of the result.
+    // Starts the products k qᵀ of 64 keys with 2 * N queries, or v doᵀ of 64 values with 2 * N rows of gradients of the result. `keys` and
+    // `rows` are the addresses of the first rows.
     template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
         begin_products();
         multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
@@ -158,6 +166,11 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     }
 
     // The work of the two groups: computes dk and dv, and the terms of dq, which the adders take.
+    //
+    // Products run asynchronously: `end_products` closes a batch of them, and `wait_for_products<N>` waits until at most the latest N
+    // batches are unfinished. The results of a group are matrices of 64 rows. Element 4 * n + i of a thread's results is in row
+    // 16 * warp + lane / 4 + i / 2 * 8 and column 8 * n + lane % 4 * 2 + i % 2. Scores, P and dP have a row for each key and a column for
+    // each query.
     __device__ __forceinline__ void work(float *parts) const {
         const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
@@ -240,6 +253,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                 end_products();
                 multiply_scores(dk, ds_tile + group * 64 * ROW_BYTES, q_tile);
                 end_products();
+                // At most the products for dk are unfinished then, so nothing reads the gradients of the result any more.
                 wait_for_products<1>();
                 products_are_ready(dq);
                 products_are_ready(scores);
@@ -258,7 +272,10 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // dq = dS k for 64 queries and 64 columns: the group has one half of the queries if D = 64, one half of the columns if D = 128.
+    // dq = dS k for 64 queries and 64 columns: the group has one half of the queries if D = 64, one half of the columns if D = 128. Here
+    // and below, a product's sum runs over the rows (`across_rows`) or the columns (`along_rows`) of an operand's tile. The template
+    // arguments say the same of the left and the right operand: 1 for rows, 0 for columns. One instruction sums 16 products for each
+    // result.
     __device__ __forceinline__ void multiply_queries(float (&dq)[32], uint32_t ds_tile, int group) const {
         constexpr int PANEL = KEYS_AT_ONCE * ROW_BYTES;
         const uint32_t left = across_rows(ds_tile + (D == 64 ? group * PANEL : 0), PANEL);
@@ -269,7 +286,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
             multiply_next<1, 1>(T(), dq, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
 
-    // dk += dSᵀ q for the group's keys.
+    // dk += dSᵀ q for the group's keys. 16 columns of the tile of dS have 32 bytes, and a panel has four times 16 columns.
     __device__ __forceinline__ void multiply_scores(float (&dk)[D / 2], uint32_t ds_rows, uint32_t q_tile) const {
         const uint32_t left = along_rows(ds_rows), right = across_rows(q_tile, M * ROW_BYTES);
 #pragma unroll

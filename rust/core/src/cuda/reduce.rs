@@ -101,11 +101,12 @@ fn reduce_chunks(
         let shape = Shape::linear(op, (outer * chunks).div_ceil(block_chunks as usize), threads)?;
         (rows_kernel(op), Shape { block: [threads, block_chunks, 1], ..shape })
     } else {
-        // A task is 32 columns of one chunk: 8 rows of 32 threads, a thread for each column.
+        // A block reduces 32 columns of one chunk: it has 8 rows of 32 threads, a thread for each column in each row.
+        // The first axis of the grid has the groups of 32 columns, the second has the chunks.
         let shape = Shape::linear(op, inner.div_ceil(32), 32)?;
-        // At most 65,535 blocks fit along the second axis of a grid; a block of the kernel loops over several tasks.
-        let tasks = (outer * chunks).min(65_535) as u32;
-        (columns_kernel(op), Shape { grid: [shape.grid[0], tasks, 1], block: [32, 8, 1], shared: 0 })
+        // At most 65,535 blocks fit along the second axis; if there are more chunks, a block takes several in turn.
+        let chunk_blocks = (outer * chunks).min(65_535) as u32;
+        (columns_kernel(op), Shape { grid: [shape.grid[0], chunk_blocks, 1], block: [32, 8, 1], shared: 0 })
     };
     let function = gpu.function(kernel, suffixes(op, x.dtype(), dtype)?)?;
     let [outer, n, inner, chunk] = [outer, n, inner, chunk].map(|size| size as u64);

@@ -308,6 +308,7 @@ pub fn adapted_row_norm<'a>(
         }
         WeightRef::Streamed(weight) => return adapted_row_norm(&weight.here()?, down, up, scale),
     };
+    // Adds s B A to `adapted` in place. So `adapted` must not share memory with the weight.
     compute::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
     let squares = compute::sum(&compute::binary(&adapted, &adapted, Mul)?, &[1], false)?;
     Tensor::constant(squares).sqrt()
@@ -335,6 +336,7 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
         &[x, w.down, w.up, magnitude],
         || {
             let matrix = as_matrix(&x.raw)?;
+            // A and B in the dtype of x. The index is that of the low-rank product, of which there is one.
             let [down, up] = &low_rank.operands()[0];
             let norm = adapted_row_norm(w.weight, down, up, w.scale)?.raw;
             let ratio = compute::binary(&compute::cast(&magnitude.raw, norm.dtype())?, &norm, Div)?;

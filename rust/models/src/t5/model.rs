@@ -75,6 +75,7 @@ impl T5Encoder {
                 return Err(Error::shape(Self::CLASS_NAME, text));
             }
         };
+        // (1, heads, L, L); with a mask (B, heads, L, L).
         let bias = relative::bias(&self.config, &self.biases, length)?;
         let bias = match attention_mask {
             Some(mask) => bias.add(&mask_bias(mask, input_ids)?)?,

@@ -101,11 +101,12 @@ pub fn geglu_feed_forward(
                 Some(y) => y,
                 None => forward(&as_matrix(&norm.values(&sum)?)?, inner.0, inner_bias.as_ref())?,
             };
-            let residual = as_matrix(&sum.raw)?;
-            let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&residual) };
+            // The outer map adds the sum to its result.
+            let sum_rows = as_matrix(&sum.raw)?;
+            let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&sum_rows) };
             let result = match outer_weight.product_of_geglu(&y, addends)? {
                 Some(result) => result,
-                None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &residual)?,
+                None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &sum_rows)?,
             };
             Ok((result.reshape(sum.shape())?, std::iter::once(y).chain(statistics).collect()))
         },

@@ -38,6 +38,7 @@ pub(super) fn product(
     y: &Raw,
     addends: Addends<'_>,
 ) -> Result<bool> {
+    // Rounding to f16 has smaller errors than fast accumulation, so only bf16 results use it.
     let is_fast = y.dtype() == DType::BF16 && x.columns <= FAST_TERMS;
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
@@ -56,6 +57,7 @@ pub(super) fn product(
 /// A scale for each row of a part, at an address that cuBLASLt accepts; `None` if the part does not have 8-bit codes.
 fn scale_vector(part: &Part) -> Result<Option<Raw>> {
     let Some(scales) = part.row_scales() else { return Ok(None) };
+    // One scale for all rows.
     if scales.elem_count() != part.rows {
         return compute::contiguous(&scales.broadcast_as(part.rows)?).map(Some);
     }
@@ -89,7 +91,8 @@ pub(super) fn write_product(
         stride: y.dims()[1],
         is_fast,
     };
-    let sizes = [x.rows, scales.elem_count(), x.columns];
+    let n = scales.elem_count();
+    let sizes = [x.rows, n, x.columns];
     // SAFETY: codes and scales have these rows, y and the addends have the columns, and the residual has the rows of y.
     unsafe { scaled_product_of_codes(OP, gpu, operands, sizes, dtype) }
 }
