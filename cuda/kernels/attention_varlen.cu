@@ -47,6 +47,8 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     }
     uint32_t first = position + 1, end = position;
     if (low > 0 && low < count) {
+        // With wrong bounds, `start` may be negative. `position` + `window` could exceed 32 bits, so `window` is limited to the rest of the
+        // row before the sum.
         const int64_t start = load_id(bounds, id_bytes, low - 1);
         first = max(static_cast<uint32_t>(max(start, int64_t(0))), position - min(position, window - 1));
         end = static_cast<uint32_t>(min(load_id(bounds, id_bytes, low), int64_t(min(rows - position, window)) + position));

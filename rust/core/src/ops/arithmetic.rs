@@ -280,6 +280,7 @@ macro_rules! operators {
         impl std::ops::$trait<&$right> for &$left {
             type Output = Result<Tensor>;
             fn $method(self, other: &$right) -> Result<Tensor> {
+                // This calls `Tensor`'s own method, which has precedence over the trait's.
                 AsRef::<Tensor>::as_ref(self).$method(AsRef::<Tensor>::as_ref(other))
             }
         }

@@ -131,8 +131,8 @@ impl Flux2Transformer {
         let shared_modulation = |_, _: &DoubleBlock| Ok([of_image.clone(), of_text.clone()]);
         let [image, text] = run_double(&self.double_blocks, [image, text], attention_inputs, shared_modulation)?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, conditions| {
-            let [modulation, cos, sin] = conditions else { unreachable!("three conditions") };
+        let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, shared| {
+            let [modulation, cos, sin] = shared else { unreachable!("three conditions") };
             block.forward(x, modulation, &Rope { cos: cos.clone(), sin: sin.clone() })
         })?;
         self.output.forward(&x.narrow(1, length, area)?, &condition)
@@ -218,6 +218,7 @@ impl Model for Flux2Transformer {
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         let dim = self.config.inner_dim();
         // The pairs are the number of values in a layer's input and the number of tokens that the layer is applied to.
+        // `outside`: these layers run once, outside of the blocks.
         saved.outside(|saved| {
             self.time_guidance_embed.saved(saved);
             self.modulations.iter().for_each(|layer| saved.linear(layer, (dim, 1)));

@@ -14,6 +14,7 @@ use super::stepper::{Optimizer, Stepper};
 impl<R: Rule> Stepper<R> {
     /// Checks that no averages replace the variables' values.
     pub(super) fn check_training(&self, op: &str) -> Result<()> {
+        // `trained` is an `Option` in a `Fixed`; here and below, `Option::is_none` names the method of the option.
         if Option::is_none(&self.trained) {
             return Ok(());
         }

@@ -205,28 +205,28 @@ impl Patch {
             return;
         }
         let lines = copy.chunks_exact_mut(self.line_len()).take(self.size[0]);
-        for (copy_line, copy) in lines.enumerate() {
-            if !self.inside[0].contains(&copy_line) {
-                copy.fill(Real::ZERO);
+        for (line_index, line) in lines.enumerate() {
+            if !self.inside[0].contains(&line_index) {
+                line.fill(Real::ZERO);
                 continue;
             }
             let columns = self.inside[1].clone();
-            copy[..columns.start * channels].fill(Real::ZERO);
-            copy[columns.end * channels..].fill(Real::ZERO);
+            line[..columns.start * channels].fill(Real::ZERO);
+            line[columns.end * channels..].fill(Real::ZERO);
             if columns.is_empty() {
                 continue;
             }
-            let source_line = (self.first[0] + (copy_line * self.jump[0]) as isize) as usize;
+            let source_line = (self.first[0] + (line_index * self.jump[0]) as isize) as usize;
             let source_column = (self.first[1] + (columns.start * self.jump[1]) as isize) as usize;
             let image = &image[(source_line * width + source_column) * image_channels + first_channel..];
-            let copy = &mut copy[columns.start * channels..columns.end * channels];
+            let inside = &mut line[columns.start * channels..columns.end * channels];
             // Distance in the image between the pixels of neighbouring columns of the copy.
             let distance = self.jump[1] * image_channels;
             if distance == channels {
-                convert(copy, image);
+                convert(inside, image);
             } else {
-                for (copy, pixel) in copy.chunks_exact_mut(channels).zip(image.chunks(distance)) {
-                    convert(copy, pixel);
+                for (position, pixel) in inside.chunks_exact_mut(channels).zip(image.chunks(distance)) {
+                    convert(position, pixel);
                 }
             }
         }
@@ -237,6 +237,7 @@ impl Patch {
 #[inline(always)]
 fn convert<T: Elem>(to: &mut [T::Acc], from: &[T]) {
     let pairs = to.iter_mut().zip(from);
+    // Runs the loop compiled for the widest SIMD instructions of the CPU.
     dispatch(
         #[inline(always)]
         || {
