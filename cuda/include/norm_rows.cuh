@@ -52,7 +52,7 @@ template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
 
-// The factors of the normalized x, from element `at` of `weight` on. Without a weight, `load_parameter` gives the 1 that it is passed.
+// The factors of the normalized x, from element `at` of `weight` on. Without a weight, `load_parameter` returns 1, its argument.
 template <typename T, Kind KIND, int N>
 __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
     load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);

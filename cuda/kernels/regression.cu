@@ -40,7 +40,8 @@ template <typename A> struct SmoothAbsolute {
 };
 
 // Calls f(start, count) for this thread's share of the tensors: for packs of WIDE<T> neighbouring elements if `wide`, then for each element
-// that is in no pack. `start` is the index of the first element; `count`, the number of elements, is an integral constant.
+// that is in no pack. A pack of WIDE<T> elements has 16 bytes and is read in one access; `are_wide` says whether the addresses permit this.
+// `start` is the index of the first element; `count`, the number of elements, is an integral constant.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(uint64_t len, bool wide, F f) {
     const uint64_t packs = wide ? len / WIDE<T> : 0;
     for (uint64_t index = flat_index(); index < packs; index += flat_stride())

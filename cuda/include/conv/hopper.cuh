@@ -12,6 +12,10 @@
 // bytes, 64 values; SQUARE_BYTES is the size of a tile of 64 rows. For an operand whose summed
 // values run across the rows of its tiles, the tile of the next 64 columns begins SQUARE_BYTES later. This distance is unused
 // if the summed values run along the rows.
+//
+// The descriptor has the address (18 bits, without the last 4) from bit 0 on, the distance between tiles from bit 16 on, the
+// distance between groups of eight rows from bit 32 on, and the kind of swizzle in the highest bits. The address and the
+// distances are in units of 16 bytes, hence the shifts by 4.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
@@ -88,6 +92,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         constexpr int RIGHT_SLICE = RIGHT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         for (int step = 0; step < steps; ++step) {
+            // Waits until the copies of this stage have arrived. Each round through the ring of stages is a phase of the barrier.
             barrier_wait(barrier(), round & 1);
             multiply_fence();
 #pragma unroll
@@ -100,7 +105,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
                 }
             }
             multiply_commit();
-            // After this wait, the products of the previous step are done, so its stage is free.
+            // After this wait, the products of the previous step are done. `leave_last` then signals that its stage is free.
             multiply_wait<1>();
             if (step > 0) this->leave_last();
             advance();
@@ -178,6 +183,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
                     copy_box<true>(to, maps.dense, barrier, work.column + j * STEP, tap, place.block * STEP + half);
                 }
             }
+            // A block has STEP channels, and a step moves on by STEP summed values.
             place.advance(gather, STEP, STEP);
             pipeline.advance();
         }

@@ -38,7 +38,7 @@ pub(crate) const fn check(status: c_int) -> Result<(), Status> {
 /// Maps a device's memory for the allocator of `stream`, through the driver's virtual memory management.
 struct Driver {
     device: c_int,
-    /// The address of the stream's handle; a number, because threads cannot share a raw pointer.
+    /// The stream's handle; a number, because a raw pointer cannot be sent to another thread.
     stream: usize,
 }
 

@@ -112,7 +112,7 @@ impl Streaming {
         };
         let modulation_units =
             if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
-        let block_units = Units::new(chosen(false));
+        let block_units = Units::new(chosen(/* all_blocks: */ false));
         Ok(Self { device: device.clone(), layers, block_units, modulation_units, sharing: Sharing::current() })
     }
 

@@ -154,8 +154,8 @@ impl Offloaded {
         };
         let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
         // Start the copies for the previous checkpoint only if both checkpoints ran in a capture or neither did. A copy
-        // to the device waits for the copy of that input to the host, and a recorded copy cannot wait for one that ran
-        // eagerly, nor an eager copy for a recorded one.
+        // to the device must wait for the copy of its input to the host, and a recorded copy cannot wait for one that
+        // ran eagerly, nor an eager copy for a recorded one.
         if let Some(previous) = self.previous.upgrade().filter(|previous| previous.is_captured == self.is_captured) {
             previous.start(&mut previous.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
         }

@@ -76,6 +76,7 @@ impl Staging {
         let work = move || {
             for job in jobs {
                 let result = run(gpu, stream, &job);
+                // Release the bytes before the job counts as done.
                 drop(job);
                 let mut done = shared.done.lock().unwrap_or_else(PoisonError::into_inner);
                 done.count += 1;

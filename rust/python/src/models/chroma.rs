@@ -17,7 +17,7 @@ use crate::tensor::{Operand, Tensor};
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct ChromaTransformer(Arc<models::ChromaTransformer>);
 
-// Defines `ChromaTransformer::CLASS`, the entry in the list of models that Python can load.
+// Defines `ChromaTransformer::CLASS`, the entry of this class in the table of models.
 class!(ChromaTransformer);
 
 #[pymethods]

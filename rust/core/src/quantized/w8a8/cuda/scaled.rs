@@ -38,7 +38,7 @@ pub(super) fn product(
     y: &Raw,
     addends: Addends<'_>,
 ) -> Result<bool> {
-    // Rounding to f16 has smaller errors than fast accumulation, so only bf16 results use it.
+    // Only bf16 results use fast accumulation: rounding a sum to f16 has a smaller error.
     let is_fast = y.dtype() == DType::BF16 && x.columns <= FAST_TERMS;
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
@@ -57,7 +57,7 @@ pub(super) fn product(
 /// A scale for each row of a part, at an address that cuBLASLt accepts; `None` if the part does not have 8-bit codes.
 fn scale_vector(part: &Part) -> Result<Option<Raw>> {
     let Some(scales) = part.row_scales() else { return Ok(None) };
-    // One scale for all rows.
+    // The part has one scale for all rows.
     if scales.elem_count() != part.rows {
         return compute::contiguous(&scales.broadcast_as(part.rows)?).map(Some);
     }
