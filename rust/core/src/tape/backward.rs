@@ -16,31 +16,43 @@ use crate::compute::{Destination, LowRankTerm, Product};
 use crate::interrupt::Interrupt;
 use crate::{Error, Raw, Result, Tensor, Var, compute, raw};
 
-/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together
-/// have 128 MiB, or until the pass ends; then many of them run in one launch. There is a limit because the operands
-/// stay in memory until their product runs.
+/// Products that are added to the gradient buffers of variables. On CUDA, products wait until the storages of their
+/// operands together have 128 MiB, or until the pass ends; then many of them run in one launch. There is a limit because
+/// the storages stay in memory until the products run.
 #[derive(Default)]
 struct Buffered {
     /// The ids of the variables with such products.
     variables: FxHashSet<u64>,
     waiting: Vec<Product>,
-    /// The bytes of the operands of waiting products.
+    /// The addresses of the storages of the operands of waiting products.
+    storages: FxHashSet<usize>,
+    /// The bytes of these storages. An operand may be a view of a much larger storage.
     bytes: usize,
 }
 
 impl Buffered {
+    const MOST_BYTES: usize = 128 << 20;
+
     fn add(&mut self, variable: u64, product: Product) -> Result<()> {
-        const MOST_BYTES: usize = 128 << 20;
         self.variables.insert(variable);
-        self.bytes +=
-            [&product.a, &product.b].map(|raw| raw.elem_count() * raw.dtype().size_in_bytes()).iter().sum::<usize>();
+        for operand in [&product.a, &product.b] {
+            let (address, bytes) = raw::storage_identity(operand);
+            self.bytes += if self.storages.insert(address) { bytes } else { 0 };
+        }
         let waits = !product.a.device().is_cpu();
         self.waiting.push(product);
-        if waits && self.bytes < MOST_BYTES { Ok(()) } else { self.run() }
+        if waits { Ok(()) } else { self.run() }
+    }
+
+    /// Run the waiting products if their operands take too much memory. This is called after each node, so that the
+    /// products of one node run together.
+    fn run_if_large(&mut self) -> Result<()> {
+        if self.bytes < Self::MOST_BYTES { Ok(()) } else { self.run() }
     }
 
     fn run(&mut self) -> Result<()> {
         self.bytes = 0;
+        self.storages.clear();
         compute::products(&std::mem::take(&mut self.waiting)).map(drop)
     }
 }
@@ -321,10 +333,14 @@ fn differentiate(
         };
         backward.backward(&mut context)?;
         let reached = std::mem::take(&mut context.reached);
+        drop(context);
         if !retain_graph {
             *state = None;
         }
         drop(state);
+        if let Some(buffered) = buffered.as_deref_mut() {
+            buffered.run_if_large()?;
+        }
         for index in reached {
             if let Some(input) = node.inputs[index].as_ref().filter(|i| queued.insert(i.id())) {
                 heap.push(Youngest(input.clone()));
