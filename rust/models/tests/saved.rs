@@ -16,6 +16,7 @@ use trainable_candle_models::flux::{FluxConditions, FluxConfig, FluxTransformer}
 use trainable_candle_models::flux2::{Flux2Conditions, Flux2Config, Flux2Transformer};
 use trainable_candle_models::qwen_image::{QwenImageConditions, QwenImageConfig, QwenImageTransformer};
 use trainable_candle_models::saved::{SampleSize, Saved};
+use trainable_candle_models::sd3::{SD3Conditions, SD3Config, SD3Transformer};
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
 use trainable_candle_models::z_image::{ZImageConditions, ZImageConfig, ZImageTransformer};
 use trainable_candle_models::{Architecture, Configuration, Model};
@@ -310,4 +311,30 @@ fn the_estimate_for_qwen_image_is_near_what_the_tape_keeps() {
         };
         model.forward(&zeros(&[1, IMAGE_TOKENS, 64]), conditions)
     });
+}
+
+#[test]
+fn the_estimate_for_sd3_is_near_what_the_tape_keeps() {
+    // SD3.5-large has no second attention. SD3.5-medium has one in about half of its blocks.
+    for dual_attention_layers in [Vec::new(), (0..5).collect()] {
+        let config = SD3Config {
+            num_layers: 8,
+            num_attention_heads: 4,
+            attention_head_dim: 24,
+            joint_attention_dim: 40,
+            pooled_projection_dim: 16,
+            pos_embed_max_size: 16,
+            dual_attention_layers,
+            ..SD3Config::default()
+        };
+        let model = SD3Transformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+        check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear", "all-conv"], SIZE, 1, || {
+            let conditions = SD3Conditions {
+                encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
+                pooled_projections: &zeros(&[1, 16]),
+                timestep: &zeros(&[1]),
+            };
+            model.forward(&zeros(&[1, 16, SIZE.height, SIZE.width]), conditions)
+        });
+    }
 }
