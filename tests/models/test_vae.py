@@ -1,4 +1,4 @@
-"""The autoencoders of SDXL and FLUX.2 against those of diffusers."""
+"""The autoencoders of SDXL, Flux and FLUX.2 against those of diffusers."""
 
 from pathlib import Path
 
@@ -91,6 +91,23 @@ def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
         model.decode(CASE["image"])
     with pytest.raises(tc.ShapeError, match="H and W at least 2"):
         model.encode(CASE["image"][:, :, :1])
+
+
+FLUX = GOLDEN.parent / "flux"
+
+
+def test_the_autoencoder_without_quant_convs_equals_that_of_diffusers(device: str) -> None:
+    """SD3.5, Flux, Chroma and Z-Image have such an autoencoder, with 16 channels of latents."""
+    stored = tc.load_file(FLUX / "vae" / "diffusion_pytorch_model.safetensors")
+    model = AutoencoderKL.from_pretrained(FLUX / "vae", dtype="f32", device=device)
+    ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
+    assert ours == {name: tensor.shape for name, tensor in stored.items()}
+    case = tc.load_file(FLUX / "vae_forward.safetensors")
+    mean, logvar = model.encode(case["pixels"].to("f32").to(device) / 127.5 - 1.0)
+    assert_close(mean, case["mean"])
+    assert_close(logvar, case["logvar"])
+    assert_close(model.decode(case["latent"].to(device)), case["decoded"])
+    assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.3611, 0.1159, 2)
 
 
 FLUX2 = GOLDEN.parent / "flux2"

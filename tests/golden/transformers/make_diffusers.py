@@ -4,8 +4,8 @@
 
 Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes the folders `sd3`, `flux`, `chroma`, `flux2`,
 `zimage` and `qwen-image`, which are stored beside the folder of this script. Writes the names and
-shapes of the parameters of published models to `full_size`. Weights and initial adapters are
-rounded to bf16; everything else is f32.
+shapes of the parameters of published models to `full_size`. The stored folder `flux/vae` is read,
+and not written. Weights and initial adapters are rounded to bf16; everything else is f32.
 """
 
 import copy
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from diffusers import (
+    AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     ChromaTransformer2DModel,
@@ -340,6 +341,22 @@ def qwen_autoencoder():
     save(folder / "vae_forward.safetensors", stored, compress=True)
 
 
+def flux_autoencoder():
+    """Results of the stored autoencoder of Flux, which has no quant convs.
+
+    The image has odd sides.
+    """
+    stored = Path(__file__).parents[1] / "flux" / "vae"
+    model = AutoencoderKL.from_pretrained(stored, torch_dtype=torch.float32).eval()
+    pixels, latent = torch.randint(0, 256, (1, 3, 7, 5)), torch.randn(1, 16, 3, 2)
+    with torch.no_grad():
+        found = model.encode(pixels / 127.5 - 1).latent_dist
+        decoded = model.decode(latent, return_dict=False)[0]
+    case = {"pixels": pixels.to(torch.uint8), "mean": found.mean, "logvar": found.logvar,
+            "latent": latent, "decoded": decoded}  # fmt: skip
+    save(OUTPUT / "flux" / "vae_forward.safetensors", case)
+
+
 def flux2_autoencoder():
     """The autoencoder of FLUX.2, whose latents have other means and variances than 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -415,7 +432,8 @@ def full_size():
 if __name__ == "__main__":
     torch.set_num_threads(2)
     for make in (
-        sd3, flux, chroma, z_image, flux2, flux2_autoencoder, qwen_image, qwen_autoencoder
+        sd3, flux, flux_autoencoder, chroma, z_image, flux2, flux2_autoencoder, qwen_image,
+        qwen_autoencoder,
     ):  # fmt: skip
         torch.manual_seed(SEED)
         make()
