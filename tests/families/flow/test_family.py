@@ -118,6 +118,31 @@ def test_captions_that_are_too_long_give_a_note_until_they_are_cached(
     assert notes[1] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "shift"),
+    [
+        ("sd3", 1.5305, 0.0609),
+        ("flux", 0.3611, 0.1159),
+        ("chroma", 0.3611, 0.1159),
+        ("zimage", 0.3611, 0.1159),
+    ],
+)
+def test_training_latents_are_those_of_diffusers_shifted_and_then_scaled(
+    name: str, scale: float, shift: float, base: Path
+) -> None:
+    """As in diffusers' training scripts. All four tiny pipelines have the same autoencoder."""
+    case = tc.load_file(Path(__file__).parents[2] / "golden" / "flux" / "vae_forward.safetensors")
+    coder = families.load(name, base, "f32", "cpu").family.coder
+    encoded = coder.encode(case["pixels"].numpy().transpose(0, 2, 3, 1).copy())
+    mean, logvar = case["mean"].numpy(), case["logvar"].numpy()
+    found = coder.latents(encoded, None).numpy()
+    np.testing.assert_allclose(found, (mean - shift) * scale, rtol=1e-4, atol=1e-5)
+    noise = np.random.default_rng(0).normal(size=mean.shape).astype(np.float32)
+    expected = (mean + np.exp(logvar / 2) * noise - shift) * scale
+    found = coder.latents(encoded, lambda: tc.tensor(noise)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_every_model_has_a_resolution(name: str, base: Path) -> None:
     resolution = tc.inspect(base).resolution
     if name == "sd3":  # The configuration of its tiny transformer has a `sample_size`.
