@@ -13,6 +13,7 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.cli import main
+from trainable_candle.errors import ConfigError
 from trainable_candle.files import safetensors_metadata
 from trainable_candle.run import train_adapter
 from trainable_candle.tasks.latent import LatentTask
@@ -95,6 +96,10 @@ GUIDES = {
 }  # fmt: skip
 
 
+LICENCES = ("Apache-2.0", "Stability AI Community License",
+            "FLUX.1 [dev] Non-Commercial License", "FLUX Non-Commercial License")  # fmt: skip
+
+
 @cache
 def words_of(document: str) -> str:
     """Return a document with single spaces between its words."""
@@ -134,6 +139,34 @@ def test_the_guides_have_the_values(name: str) -> None:
     )
     # The limit of the norm of gradients.
     assert "(default: 1; sd3: 0.1)" in words_of("settings")
+
+
+def terms_of(text: str) -> tuple[set[str], set[str], bool]:
+    """Return the sizes in GB, the licences, and whether a login is needed, as a text says them."""
+    licences = {licence for licence in LICENCES if licence in text}
+    return set(re.findall(r"\d+(?= GB)", text)), licences, "login" in text
+
+
+def test_the_error_for_missing_weights_and_the_help_have_the_terms_of_the_guide(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have the sizes and the licences of the weights, and say whether a login is needed."""
+    with pytest.raises(ConfigError, match="needs its checkpoint; give --weights PATH: ") as caught:
+        families.weights_of(name, None)
+    advice = str(caught.value).partition("PATH: ")[2]
+    guide = words_of(GUIDES[name].name)
+    found = terms_of(guide.partition("## Weights")[2].partition(" ## ")[0])
+    sizes, licences, _ = found
+    assert sizes
+    assert licences
+    assert terms_of(advice) == found
+    # The repository that the guide's first command loads.
+    (repository, *_) = re.findall(r"[\w-]+/[\w.-]+", advice)
+    assert f"--weights {repository} " in guide
+    # The lines of the help break at other places.
+    assert main(["train", "--help-all"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "".join(f"{name}: {advice}".split()) in text
 
 
 def test_a_run_with_weights_and_images_has_the_documented_values(
