@@ -141,8 +141,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 // y = (x - mean) · rstd · weight + bias, with 1 + weight instead of weight in modulated_layer_norm. Unless `residual` is null,
 // sum = x + residual is rounded to T and written, and y is the norm of `sum`. The kernels also write rstd and, except for RMS norm, mean.
-// Launch: over rows (rows.cuh). HELD there, the number of packs that a thread of a team holds, is what the comment on NORM_HELD
-// (norm_rows.cuh) says.
+// Launch: over rows (rows.cuh). The comment on NORM_HELD (norm_rows.cuh) says which HELD the host uses there: the number of packs that
+// each thread of a team holds.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, FORWARD_TEAMS<T>)                                               \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
@@ -159,7 +159,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 // dx = rstd · (g·w - E(g·w) - x̂ · E(g·w·x̂)) + before. Here g = grad, w = weight (1 + weight in modulated_layer_norm),
 // x̂ = (x - mean) · rstd, and E is the mean over the row. RMS norm has no term E(g·w). A null `before` means zeros. dx may be the memory of
-// grad or of `before`. Launch: as for the forward pass, with the HELD of a backward pass.
+// grad or of `before`. Launch: as for the forward pass, with the HELD of a backward pass (norm_rows.cuh).
 #define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \

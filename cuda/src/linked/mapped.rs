@@ -29,7 +29,7 @@ fn blocks() -> MutexGuard<'static, BTreeMap<u64, Block>> {
     BLOCKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocate `size` zero bytes and return their address, which is the same for the host and for kernels. `size` must be
+/// Allocate `size` bytes, set them to zero, and return their address, which is the same for the host and for kernels. `size` must be
 /// at least 1. A device must be current on this thread.
 ///
 /// # Errors

@@ -33,8 +33,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers, of 8 bytes each. FULL: the data has arrived; EMPTY: the memory may be overwritten. There is one buffer for dq, but each
-    // adder has a barrier DQ_FULL of its own, on which it waits only in the steps that it takes.
+    // Barriers, of 8 bytes each. FULL: the data has arrived; EMPTY: the memory may be overwritten. There are two buffers for dS, used in
+    // turn. There is one buffer for dq, but each adder has a barrier DQ_FULL of its own, on which it waits only in the steps that it takes.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
@@ -177,7 +177,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         const uint32_t keys = shared + K + group * 64 * ROW_BYTES, values = shared + V + group * 64 * ROW_BYTES;
         typename Order::Walk walk(order);
         Span span;
-        Ring<1> item, sums;
+        Ring<1> item, dq_buffer;
         Ring<ADDERS> adder;
         Ring<QUERY_STAGES> q;
         Ring<GRADIENT_STAGES> d_o;
@@ -253,14 +253,14 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                 end_products();
                 multiply_scores(dk, ds_tile + group * 64 * ROW_BYTES, q_tile);
                 end_products();
-                // At most the products for dk are unfinished then, so nothing reads the gradients of the result any more.
+                // After this wait at most the products for dk are unfinished, so nothing reads the gradients of the result any more.
                 wait_for_products<1>();
                 products_are_ready(dq);
                 products_are_ready(scores);
                 release(DO_EMPTY + d_o.stage * 8);
                 d_o.advance();
-                barrier_wait(shared + DQ_EMPTY, sums.parity ^ 1);
-                sums.advance();
+                barrier_wait(shared + DQ_EMPTY, dq_buffer.parity ^ 1);
+                dq_buffer.advance();
                 leave_sums(group, dq, shared + DQ_FULL + adder.stage * 8);
                 adder.advance();
             }

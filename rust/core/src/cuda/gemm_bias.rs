@@ -12,8 +12,9 @@ use super::product_calls::{Arithmetic, Extras, Key};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Error, Raw, Result};
 
-/// Computes y (m, n) = x (m, k) times w (k, n), plus `bias` (n) in each row. Returns `None` if a size is 0, the dtype
-/// is f64, a matrix has no dimension of stride 1, or cuBLASLt does not support the product.
+/// Computes y (m, n) = x (m, k) times w (k, n), plus `bias` (n) in each row. `x` and `w` are matrices: the caller has
+/// merged batch dimensions with the rows of `x`. Returns `None` if a size is 0, the dtype is f64, a matrix has no
+/// dimension of stride 1, or cuBLASLt does not support the product.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes of `x`, `w` and `bias` do not match, [`Error::DType`] if their dtypes differ,
@@ -32,7 +33,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
     // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so it gets transposes, and w is its first operand.
     // `plan.a` and `plan.b` are the strides of x and w.
     let matrices = (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b));
-    let (Some(left), Some(right)) = matrices else { return Ok(None) };
+    let (Some(x_t), Some(w_t)) = matrices else { return Ok(None) };
     if !matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32) || plan.m * plan.n * plan.k == 0 {
         return Ok(None);
     }
@@ -45,7 +46,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
     let key = Key {
         arithmetic: Arithmetic::with_bias(x.dtype()),
         sizes: [plan.n, plan.m, plan.k],
-        operands: [operand(right), operand(left)],
+        operands: [operand(w_t), operand(x_t)],
         // Columns of yᵀ follow one another without gaps.
         distance: plan.n as i64,
         // y and the bias have one entry: the alignment of their addresses combined by OR is the smaller of the two.

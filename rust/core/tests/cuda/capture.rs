@@ -204,7 +204,7 @@ fn the_next_call_does_not_overwrite_outputs() {
     for (input, output) in inputs.iter().zip(&outputs) {
         assert_eq!(bits(&input.exp().unwrap()), bits(output));
     }
-    // Both are outputs of replays, which have memory of their own all the same. `.0` is the address of the storage.
+    // Both are outputs of replays of one graph, and still have memory of their own. `.0` is the address of the storage.
     assert_ne!(storage_identity(outputs[2].raw()).0, storage_identity(outputs[3].raw()).0);
 }
 

@@ -10,7 +10,7 @@ use super::walk::{close, draw, text, weights_like};
 /// The result of a check, with an error as a message. [`text`] converts errors of the library to messages.
 type Checked = std::result::Result<(), String>;
 
-/// Values of the argument `retain_graph`: whether a backward pass leaves the tape for another one.
+/// Values of the argument `retain_graph`: whether a backward pass keeps the tape for another backward pass.
 const RETAIN: bool = true;
 const RELEASE: bool = false;
 
@@ -54,8 +54,8 @@ fn succeeded(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
 }
 
 /// Changes each input of `case` in turn after the result was computed. Every backward pass that succeeds must give the
-/// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the
-/// variable's version (the count of changes), so that a backward pass that needs the result fails.
+/// gradients of the unchanged inputs. The result may change with the input only if it is a view of the variable. Such a
+/// view shares the variable's version (its count of changes), so a backward pass that needs the result must fail.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     // `weights_like` returns fixed numbers, here the gradient of the result.
     let expected = {
@@ -95,8 +95,8 @@ fn name_input<T>(input: usize, result: std::result::Result<T, String>) -> std::r
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
-/// A gradient shares no storage with the inputs. It also shares none with the variable whose value (or whose reshaped
-/// view) was passed to the backward pass as the gradient of the result.
+/// A gradient shares no storage with the inputs. It also shares none with `seed`, the variable that was passed to the
+/// backward pass as the gradient of the result, either itself or as a reshaped view.
 pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     for as_view in [false, true] {
         let vars = text(variables(case, device))?;

@@ -29,7 +29,7 @@ const CPU: Device = Device::Cpu;
 /// The total size in bytes of the other files that a reader reads, if it reads only the damaged file. [`run`] takes
 /// this size into account when it checks how much memory a reader takes.
 const NO_OTHERS: usize = 0;
-/// The factor by which the scales in an adapter's file are multiplied.
+/// The factor by which [`attach_adapter`] multiplies the scales in an adapter's file: 1 keeps them.
 const FILE_SCALES: f64 = 1.0;
 /// For [`load`]: the model keeps the dtype of its file.
 const FILE_DTYPE: Option<DType> = None;

@@ -43,9 +43,9 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Return two numbers whose product is `size`, the smaller first. If `factor` divides `size`, it is one of the two
-/// numbers. Otherwise the smaller number is the largest divisor of `size` that is at most √`size` and, if a `factor` is
-/// given, at most `factor`.
+/// Return two numbers whose product is `size`, the smaller first. `factor` is the setting `decompose_factor`. If it
+/// divides `size`, it is one of the two numbers. Otherwise the smaller number is the largest divisor of `size` that is
+/// at most √`size` and, if a `factor` is given, at most `factor`.
 fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
         return (factor.min(size / factor), factor.max(size / factor));
@@ -58,9 +58,10 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     (small, size / small)
 }
 
-/// The initial values of `LyCORIS`: D (or its second factor) is zero, and all other parameters have the initial values
-/// of torch's linear layers. As in `LyCORIS`, a matrix is low-rank only if the rank is less than half of its longer
-/// side, C only if `decompose_both` is set too.
+/// The shapes and initial values of `LyCORIS` (not the start of PiSSA): D, or the second factor of a low-rank D, is
+/// zero, and all other parameters have the initial values of torch's linear layers. As in `LyCORIS`, D is low-rank if
+/// the rank is less than half of its longer side. The same holds for C if `decompose_both` is set; otherwise C is
+/// whole.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
@@ -89,7 +90,7 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 }
 
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
-    let lokr = LoKr { small: Factor::of(parameters, SMALL)?, large: Factor::of(parameters, LARGE)? };
+    let lokr = LoKr { small: Matrix::of(parameters, SMALL)?, large: Matrix::of(parameters, LARGE)? };
     let fits = match (lokr.small.dims(), lokr.large.dims()) {
         (Some((small_rows, small_columns)), Some((large_rows, large_columns))) => {
             small_rows * large_rows == base.rows() && small_columns * large_columns == base.columns()
@@ -111,14 +112,14 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
 }
 
 /// One of the two matrices of the Kronecker product.
-enum Factor {
+enum Matrix {
     /// The whole matrix: (n, m), or (n, height, width, m).
     Whole(Var),
     /// The two factors of a low-rank matrix: (n, r) and (r, m).
     LowRank(Var, Var),
 }
 
-impl Factor {
+impl Matrix {
     /// Find the parameters of one matrix by their `names`, as in [`SMALL`].
     fn of(parameters: &[(&'static str, Var)], names: [&str; 3]) -> Result<Self> {
         match names.map(|name| find(parameters, name)) {
@@ -154,8 +155,8 @@ impl Factor {
 
 /// The two matrices of one layer.
 struct LoKr {
-    small: Factor,
-    large: Factor,
+    small: Matrix,
+    large: Matrix,
 }
 
 impl Delta for LoKr {

@@ -44,6 +44,7 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     let mut upper = upper.iter();
     for row in 0..size {
         system[row * 2 * size + row] = Real::ONE;
+        // `upper` is the second argument of `zip`, so the end of a row takes no element from it.
         for (column, q) in (row + 1..size).zip(&mut upper) {
             let q = q.to_acc();
             system[row * 2 * size + column] = q;

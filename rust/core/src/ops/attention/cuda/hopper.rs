@@ -200,7 +200,8 @@ impl Attention<'_> {
         let (queries, columns) = (form.forward_queries, form.columns);
         let items = sizes.queries.div_ceil(queries) * sizes.batch * sizes.heads;
         let schedule = schedule(gpu.multiprocessors() as u32, items, sizes.keys.div_ceil(KEYS));
-        // For each query of a tile, the sum and the base of its softmax, and its result.
+        // For each query of a tile: the sum of the softmax's weights, the base that was subtracted in their exponents,
+        // and the result before its division by the sum.
         let parts = parts(op, gpu, &schedule, queries * (columns + 2))?;
         let encoder = Encoder::new(op, dtype)?;
         let maps = AttentionForwardMaps {

@@ -22,8 +22,8 @@ use crate::ops::attention::cuda::hopper::{
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels of this file support the operands. `sizes` and `operands` are those with the number of query
-/// heads, then those with the number of key heads.
+/// Whether the kernels of this file support the operands. The first entry of `operands` has the operands with query
+/// heads, the second those with key heads; `sizes` has the sizes of each entry.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.runs_hopper_kernels()
         && !MODULE.image.is_empty()
@@ -55,7 +55,8 @@ pub fn forward(
         Width::W128 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W128, 128, 384, 229_504),
     };
     let encoder = Encoder::new(op, dtype)?;
-    // A tensor map describes an operand to the copy engine: the number of rows, and how many of them one copy takes.
+    // A tensor map describes an operand to the copy engine. The last two arguments of `map` are the number of rows of
+    // the operand, and how many of them one copy takes.
     let maps = AttentionForwardMaps {
         q: map(&encoder, q, sizes, sizes.queries, STORED_ROWS)?,
         k: map(&encoder, k, &key_sizes, sizes.keys, KEYS)?,
@@ -118,8 +119,8 @@ impl Pass<'_> {
         };
         let (queries, columns) = (form.queries, form.columns);
         let (query_tiles, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
-        // A step of the backward pass is a tile of queries with a tile of keys. The number of steps if every query saw
-        // every key; the kernels require fewer than 2^31.
+        // A step of the backward pass is a tile of queries with a tile of keys. `steps` is the number of steps if every
+        // query saw every key; the kernels require fewer than 2^31.
         let steps = u64::from(sizes.heads) * u64::from(query_tiles) * u64::from(key_tiles);
         // The caller has checked the alignment of the other operands.
         if !fits(gpu, [sizes, &key_sizes], [&with_query_heads, &with_key_heads])
@@ -132,12 +133,12 @@ impl Pass<'_> {
         let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
-        // `plan` divides the work among the blocks; the first kernel computes it. It has the number of steps before
-        // each tile of keys and after the last one (`key_tiles` + 1 numbers), then the first item of each block. An
-        // item is a tile of keys of a head. `turns` says which block adds next to a tile of `sums`, the gradients of
-        // the queries; the first kernel sets it to zero. `statistics` has two numbers for each query. A block may share
-        // its first and its last item with other blocks. So `parts` has two parts for each block, with the gradients of
-        // keys and of values.
+        // `plan` divides the work among the blocks; the first kernel computes it. It has, for one query head, the
+        // number of steps that precede each tile of keys, then the number of all steps (`key_tiles` + 1 numbers in
+        // all). After these it has the first item of each block. An item is a tile of keys of a head. `turns` says
+        // which block adds next to a tile of `sums`, the gradients of the queries; the first kernel sets it to zero.
+        // `statistics` has two numbers for each query. A block may share its first and its last item with other blocks.
+        // So `parts` has two parts for each block, each with the gradients of an item's keys, then of its values.
         let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
         let (statistics, sums) = (floats([tiles, 2 * queries])?, floats([tiles, queries * columns])?);
         let parts = floats([2 * blocks, 2 * KEYS * columns])?;
@@ -167,6 +168,7 @@ impl Pass<'_> {
         let encoder = Encoder::new(op, dtype)?;
         let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, &key_sizes], queries)?;
         let (kernel, shared) = form.backward;
+        // Three warpgroups.
         let threads = 384;
         let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
         let arguments = Backward {
@@ -185,8 +187,9 @@ impl Pass<'_> {
         // for one another, and all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
-        // Each of the at most `blocks` - 1 items that blocks share has 2 · `KEYS` · `columns` numbers, and a thread
-        // block sums 2048 of them. With 128 for `KEYS`, these are `columns` / 8 thread blocks for each item.
+        // The first `tiles` thread blocks convert the gradients of the queries. The others sum the parts of the at most
+        // `blocks` - 1 items that blocks share. Such an item has 2 · `KEYS` · `columns` numbers, and a thread block
+        // sums 2048 of them (8 per thread). With 128 for `KEYS`, these are `columns` / 8 thread blocks for each item.
         let shape = Shape { grid: [tiles + (blocks - 1) * columns / 8, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {
             sums: input(op, &sums)?,
