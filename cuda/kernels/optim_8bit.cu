@@ -22,7 +22,7 @@ constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 constexpr int THREADS = 256;
 constexpr int BLOCKS = 3;
 
-// Copies a table into shared memory. All threads of the block call this function, and need a barrier before they read the copy.
+// Copies a table into shared memory. All threads of a block of threads call this function, and need a barrier before they read the copy.
 static __device__ __forceinline__ void load_table(Table &shared, const Table &table) {
     constexpr int WORDS = sizeof(Table) / sizeof(uint4);
     for (int i = threadIdx.x; i < WORDS; i += blockDim.x) {

@@ -19,7 +19,8 @@
 
 // <optimizer>_<step or observe>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. The copy is the
 // 16-bit copy of the parameters. All kernels have the same arguments and call BODY(elements, step, states).
-//   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see prodigy_estimate, or null;
+//   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: numbers of the optimizer in
+//   global memory (see prodigy_estimate), or null;
 //   flags: bit 0 is set if the kernel must set the gradients to 0 after their last use, bit 1 in this kernel's first launch of a step, and
 //   bit 2 in its last launch of a step;
 //   state1 to state5: f32, zeros before the first step; a variable's values begin at the indices in the variable's `states`; null for a
@@ -64,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
     const double all_progress = progress + (is_first ? 0.0 : shared[PROGRESS]);
     const double all_distance = distance + (is_first ? 0.0 : shared[DISTANCE]);
     // A rate other than 0, if any group of this launch or of the earlier ones has one.
-    const double any_rate = is_first || rate != 0.0 ? rate : shared[RATE];
+    const double any_rate = (is_first || rate != 0.0) ? rate : shared[RATE];
     shared[PROGRESS] = all_progress;
     shared[DISTANCE] = all_distance;
     // The step's rate; prodigy_step takes no step if it is 0.
     shared[RATE] = any_rate;
     if (!is_last) return;
-    // There is nothing to estimate d from: d stays, and prodigy_step leaves the parameters as they are.
+    // Without a distance there is nothing to estimate d from: d stays, and prodigy_step leaves the parameters as they are.
     if (all_distance == 0.0) {
         shared[RATE] = 0.0;
         return;

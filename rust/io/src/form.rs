@@ -175,8 +175,8 @@ impl Form {
     }
 }
 
-/// Reshape the rows of a tensor to three dimensions (heads, a, b) and exchange the dimensions a and b. `sizes` gets the
-/// number of rows in half a head and returns the sizes of the three dimensions.
+/// Reshape the rows of a tensor to three dimensions (heads, outer, inner) and exchange the dimensions outer and inner.
+/// `sizes` gets the number of rows in half a head and returns the sizes of the three dimensions.
 fn transposed_in_heads(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     // The number of heads does not depend on the argument, so any argument gives it.

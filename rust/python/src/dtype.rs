@@ -168,5 +168,6 @@ fn foreign(object: &Bound<'_, PyAny>) -> Result<CoreDType> {
         },
     };
     let name = name.str()?;
-    parse(name.to_str()?).ok_or_else(|| unknown(name.to_str().unwrap_or("?")))
+    let text = name.to_str()?;
+    parse(text).ok_or_else(|| unknown(text))
 }

@@ -66,7 +66,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     // the memory may be overwritten (each group arrives).
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
-    // The first of the named barriers for the groups' turns, and the first of those for a group alone; each group has one of both kinds.
+    // Each group has two named barriers: one for its turns (the first of these is TURN), and one for the group alone (the first is ALONE).
     // Named barrier 0 is that of __syncthreads.
     static constexpr int TURN = 1, ALONE = 1 + GROUPS;
 
@@ -87,7 +87,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         __syncthreads();
     }
 
-    // Gets the groups' next item, and waits for the item's queries. Returns false if no item is left.
+    // Gets the groups' next item, and waits for the item's queries. Returns false if no item is left. `tile` is the position among the two
+    // tiles of queries in shared memory.
     __device__ __forceinline__ bool next(typename Source::Walk &walk, Span &span, const Ring<2> &tile) const {
         const uint32_t full = shared + Q_FULL + tile.stage * 8;
         if constexpr (Source::IS_QUEUE) {
@@ -129,7 +130,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
-            // The last tile of keys comes first: it alone may be incomplete, and the groups mask it before they loop over the other tiles.
+            // `step` is the index of a tile of keys. The last tile comes first: it alone may be incomplete, and the groups mask it before
+            // they loop over the other tiles.
             for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
@@ -174,7 +176,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             float correction[2];
             const uint32_t q = shared + tile.stage * Q_BYTES + group * GROUP_BYTES;
             const typename Source::VisibleKeys visible(source, task(span).tile * ROWS + group * 64);
-            // The scores of the last tile of keys, which comes first.
+            // The scores of tile span.end - 1, the last tile of keys, which comes first.
             barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
             begin_products();
             multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
@@ -223,7 +225,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             }
             release(Q_EMPTY + tile.stage * 8);
             tile.advance();
-            // The product of the weights and the values of the last step.
+            // The product of the weights and the values of the tile with the lowest index, span.begin. Its scores were computed last.
             uint32_t weights[KEYS / 16][4];
             narrow_sums<T>(weights, scores);
             barrier_wait(shared + V_FULL + values.stage * 8, values.parity);
@@ -239,7 +241,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         if (threadIdx.x % WARPGROUP == 0) stores_are_done();
     }
 
-    // Writes the group's results and log-sums of an item, or its rows of a part if the item is split.
+    // Writes the group's results and log-sums of an item; if the item is split, writes the group's rows of a part instead.
     __device__ __forceinline__ void finish(const Span &span, int group, RowWeights &rows, float (&result)[D / 2], float *log_sums,
                                            float *parts) const {
         // The thread's two rows within the item's tile of queries are `row` and `row` + 8. Each warp of the group has 16 rows.

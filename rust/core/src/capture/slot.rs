@@ -1,4 +1,5 @@
-//! [`GradientSlot`]: a variable's gradient, which reports each access to the capture of a CUDA graph, if one runs.
+//! [`GradientSlot`]: a variable's gradient, which reports its accesses to the capture of a CUDA graph, if one runs. It
+//! does not report a read that does not influence queued work.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -44,9 +45,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A gradient, accessed through methods that report the access to captures. A replay changes the same gradients as the
-/// captured function, in the same storage. A graph is stale (it must be recorded again) when a gradient that it reads
-/// was added, removed or moved.
+/// A gradient, accessed through methods. All of them except `peek` report the access to captures. A replay changes the
+/// same gradients as the captured function, in the same storage. A graph is stale (it must be recorded again) when a
+/// gradient that it reads was added, removed or moved.
 pub(crate) struct GradientSlot<T>(Arc<Mutex<T>>);
 
 impl<T: Settle> GradientSlot<T> {

@@ -19,6 +19,7 @@ use crate::registry::ModelKind;
 /// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKLQwenImage>(
     "AutoencoderKLQwenImage",
+    // The noun for messages, and the name of a parameter by which messages recognise the model's files.
     ("Qwen-Image's autoencoder", "decoder.up_blocks.0.resnets.0.norm1.gamma"),
     &[AutoencoderKLQwenImage::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

@@ -53,7 +53,7 @@ impl SavedByAdapter {
 /// Parameters with their names, in the order of [`AdapterKind::parameters`].
 pub type Parameters<T> = Vec<(&'static str, T)>;
 
-/// How a parameter starts.
+/// How a parameter starts. (What a frozen LoRA subtracts with PiSSA is also called a start, but is another thing.)
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
     /// Its shape.

@@ -69,7 +69,7 @@ pub(super) fn rescale(
     loss_scale: Option<&LossScale>,
 ) -> Result<()> {
     let gradients = Gradients::of(params)?;
-    let scale = |gradients: &Raw| scale_gradients(op, gradients, clip, loss_scale);
+    let scale = |storage: &Raw| scale_gradients(op, storage, clip, loss_scale);
     gradients.vectors.iter().try_for_each(scale)?;
     gradients.unbound.iter().try_for_each(|var| var.change_grad(scale))
 }

@@ -105,6 +105,7 @@ impl FlowMatching {
         seed: Integer,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         const OP: &str = "validation_noise";
+        // The indices of examples have the range of sample numbers, so they are converted like these.
         let (examples, seed) = (sample_numbers(OP, &examples)?, seed.as_u64(OP, "seed")?);
         let work = || self.objective.validation_noise(&data.0, &examples, seed);
         compute(py, data.0.elem_count(), work).map(into_tuple)

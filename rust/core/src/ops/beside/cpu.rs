@@ -35,8 +35,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
 /// adds the gradient of `before`.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let read = columns.of(x)?;
-    // An activation as a binary function of a gradient and the activation's input multiplies the gradient by the
-    // activation's derivative.
+    // As a binary function, an activation takes a gradient and the activation's input. It multiplies the gradient by
+    // the activation's derivative at this input.
     let dx = match columns.activation {
         Activation::GeluTanh => compute::binary(grad, &read, GeluTanh)?,
         Activation::SwiGlu => {

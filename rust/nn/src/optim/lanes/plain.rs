@@ -74,8 +74,8 @@ impl Lanes for Plain {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
 
-    // Compares bits as integers, not numbers by `max`, because a NaN without a sign must be larger than all numbers:
-    // the integer of its bits is.
+    // Compares the bits as integers, not the numbers with `max`: a NaN whose sign bit is 0 must count as larger than
+    // all numbers, and as an integer its bits are larger than theirs.
     #[inline(always)]
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values {
         each(|i| f32::from_bits(a[i].to_bits().cast_signed().max(b[i].to_bits().cast_signed()).cast_unsigned()))

@@ -252,9 +252,9 @@ impl Attention<'_> {
     pub fn backward(&self, saved: &SavedValues, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
         let gpu = Gpu::of(self.op, grad)?;
         let mut grads = [None, None, None];
-        for (grad, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
+        for (input_grad, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
             if wanted {
-                *grad = Some(empty_like(self.op, gpu, input, input.dims()[input.rank() - 1])?);
+                *input_grad = Some(empty_like(self.op, gpu, input, input.dims()[input.rank() - 1])?);
             }
         }
         self.backward_into(saved, grad, grads.each_ref().map(Option::as_ref))?;
@@ -288,7 +288,7 @@ impl Attention<'_> {
         let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(places.iter().flatten()).collect();
         let widest = self.tensor_cores(&sizes, &operands, mask);
         // `hopper_backward` also reads `o`, 16 bytes at a time. `few_keys_backward` does not, but shares the check: the
-        // result of the forward pass is hardly ever not aligned.
+        // result of the forward pass is almost always aligned.
         if let Some(widest) = widest.filter(|_| o.is_aligned()) {
             let log_sums = input(op, log_sums)?;
             let places = places.each_ref().map(Option::as_ref);

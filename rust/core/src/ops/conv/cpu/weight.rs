@@ -19,7 +19,8 @@ use crate::cpu::{Elem, Real, vectorized};
 struct Stretch {
     /// Index of the first element in the weight of an output channel.
     weight: usize,
-    /// Index in the copy of the element that the part's first result position multiplies by this first element.
+    /// Index in the copy of the element that this first element multiplies at the first result position that reads the
+    /// part.
     copy: usize,
     /// Number of elements.
     len: usize,
@@ -116,6 +117,8 @@ impl Task<'_> {
                             // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for
                             // them.
                             unsafe {
+                                // The panels before this one have `out` columns, none of them added by rounding:
+                                // `shape.columns` is a multiple of 4.
                                 let dst = packed.add(out * lines * columns + line * line_len);
                                 pack(dst, *shape, Along::Columns, src, count, columns);
                             }

@@ -76,7 +76,7 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
             // `hidden` is not None, because both inner maps have low-rank products.
             Ok((result, [Some(y), hidden, Some(outer_hidden)].into_iter().flatten().collect()))
         },
-        // `aux` has y, then x Aᵀ of the inner maps and of the outer map.
+        // `aux` has y, then the inputs of the maps times Aᵀ: x Aᵀ of the inner maps, and unit · Aᵀ of the outer map.
         |saver, _, aux| FeedForward {
             inner: inner.save(saver, x, group.weight, Some(&aux[1])),
             y: saver.save_raw(&aux[0]),
@@ -151,6 +151,7 @@ impl FeedForward {
             y = late.get()?.added_to(&y)?;
         }
         let width = unit_grad.dims()[1];
+        // A of the outer map is always kept, because the unit needs a gradient.
         if let Some(down) = self.outer.down_operand(0)? {
             compute::write_products(
                 &[[unit_grad, outer_hidden_grad, &down]],

@@ -202,11 +202,11 @@ impl<T: Elem> BackwardPass<'_, T> {
             block_rows = block_rows.max(MIN_BLOCK_ROWS);
         }
         let sum_len = if wants_weight { len } else { 0 };
-        let mut partial = vec![T::Acc::ZERO; count.div_ceil(block_rows) * sum_len];
-        let shared = SharedMut::new(&mut partial);
+        let mut partials = vec![T::Acc::ZERO; count.div_ceil(block_rows) * sum_len];
+        let shared = SharedMut::new(&mut partials);
         let work = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let index = range.start / block_rows;
-            // SAFETY: each block writes its own range of `partial`.
+            // SAFETY: `range` is one block, and each block writes its own range of `partials`.
             let partial = unsafe { shared.slice(index * sum_len..(index + 1) * sum_len) };
             let mut rotated = vec![T::Acc::ZERO; len];
             dispatch(
@@ -222,7 +222,7 @@ impl<T: Elem> BackwardPass<'_, T> {
             Vec::new()
         };
         let mut sum = vec![T::Acc::ZERO; sum_len];
-        for partial in partial.chunks_exact(len.max(1)) {
+        for partial in partials.chunks_exact(len.max(1)) {
             for (s, p) in sum.iter_mut().zip(partial) {
                 *s += *p;
             }

@@ -92,7 +92,8 @@ impl HeadNorms<'_> {
     }
 
     /// Writes to `dx (B, S, heads · width)` the gradient of the columns of `x` that [`forward`](Self::forward) has
-    /// read. `grad` is the gradient of `y`, in the shape of `y`. `dx` and `grad` may be the same memory.
+    /// read. `grad` is the gradient of `y`, in the shape of `y`. If `grad` has no value heads, `dx` and `grad` may be
+    /// the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
