@@ -5,8 +5,8 @@
 // before is (rows, before_width), and may be null if before_width is 0. x is (rows, width), or for the gated unit (rows, 2 width); the
 // rows of x are x_row elements apart. y is (rows, before_width + width). In the backward pass, grad (rows, width) is the gradient of f(x),
 // the last columns of y; the rows of grad are grad_row elements apart. dx has the shape of x; its rows are dx_row elements apart.
-// Launch: block 256, grid clamp(ceil(rows (before_width + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; before_width is 0
-// in this formula for the backward kernels. Any grid gives the same results.
+// Launch: block 256, grid clamp(ceil(rows (before_width + width) / (256 WIDE)), 1, 2^31 - 1), where WIDE elements take 16 bytes; no dynamic
+// shared memory. before_width is 0 in this formula for the backward kernels. Any grid gives the same results.
 
 #include "functions.cuh"
 #include "rows.cuh"

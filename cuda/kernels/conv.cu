@@ -33,8 +33,8 @@
 // in one of STAGES buffers of shared memory. A copy moves VEC values. BLOCKS is the number of blocks that should fit on a multiprocessor.
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
-// partials: (splits, pixels of y, out_channels). `bias` is not added to it, but `sums_bias` (f32) is added to each slice. `sums_bias` is
-// null if `conv2d_sum` adds the bias, or if there is none.
+// partials: (splits, pixels of y, out_channels). `bias` is not added to it. `sums_bias` (f32) is added to every slice, so it is null if
+// there are several splits (`conv2d_sum` then adds the bias), or if there is no bias.
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                 \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \

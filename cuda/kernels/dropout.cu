@@ -17,13 +17,14 @@ constexpr int WORDS = 4, BLOCKS = 16, GROUP = WORDS * BLOCKS;
 
 template <typename T>
 __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generator generator, uint32_t threshold, Acc<T> scale) {
-    // A thread has N neighbouring elements in each of the four quarters of a group, which need N blocks of random words.
-    constexpr int N = WIDE<T>, THREADS = BLOCKS / N;
+    // A thread has N neighbouring elements in each of the four quarters of a group, which need N blocks of random words. So a group has
+    // GROUP_THREADS threads.
+    constexpr int N = WIDE<T>, GROUP_THREADS = BLOCKS / N;
     const bool aligned = are_wide(x, y);
-    const uint64_t threads = (len + GROUP - 1) / GROUP * THREADS;
+    const uint64_t threads = (len + GROUP - 1) / GROUP * GROUP_THREADS;
     for (uint64_t index = flat_index(); index < threads; index += flat_stride()) {
-        const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
-        const uint64_t start = group * GROUP + index % THREADS * N;
+        const uint64_t group = index / GROUP_THREADS, block = group * BLOCKS + index % GROUP_THREADS * N;
+        const uint64_t start = group * GROUP + index % GROUP_THREADS * N;
         const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
         // The lowest 4 N bits are one bit for each element i of each quarter w, which is 1 if the element stays. From the highest of
         // them down, they are the bits of the four quarters for i = 0, then for i = 1, and so on. The loop is unrolled only by two,

@@ -138,11 +138,12 @@ impl Joined {
     /// different shapes, layouts or dtypes, the steps differ, results overlap, or cuBLAS cannot read an operand.
     fn of(products: &[Product]) -> Option<Self> {
         let first = products.first()?;
-        // `a` and `b` are the strides [row, column] of the operands, `row` is the distance between rows of the result.
-        let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
+        // `a` and `b` are the strides [row, column] of the operands, `row_stride` is the distance between rows of the
+        // result.
+        let Plan { m, n, k, row_stride, a, b, ref batch, ref dims } = first.plan;
         let is_alike = |product: &Product| {
             let other = &product.plan;
-            (other.m, other.n, other.k, other.row, other.a, other.b) == (m, n, k, row, a, b)
+            (other.m, other.n, other.k, other.row_stride, other.a, other.b) == (m, n, k, row_stride, a, b)
                 && other.batch.is_empty()
                 && product.dtypes == first.dtypes
         };
@@ -150,7 +151,7 @@ impl Joined {
             return None;
         }
         let strides = [spacing(products, 0)?, spacing(products, 1)?, spacing(products, 2)?];
-        let plan = |m: usize, n: usize| Plan { dims: dims.clone(), m, n, k, row, a, b, batch: batch.clone() };
+        let plan = |m: usize, n: usize| Plan { dims: dims.clone(), m, n, k, row_stride, a, b, batch: batch.clone() };
         let (count, [stride_a, stride_b, stride_y]) = (products.len(), strides);
         let joined = |plan: Plan, count: usize, strides: [usize; 3]| {
             let left = Matrix::transpose_of([plan.m, plan.k], plan.a)?;
@@ -161,16 +162,16 @@ impl Joined {
             return joined(plan(m, n), 1, [0; 3]);
         }
         // One a, and neighbouring columns of one b: the results are neighbouring columns of one matrix.
-        if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
+        if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row_stride >= count * n {
             return joined(plan(m, count * n), 1, [0; 3]);
         }
         // One b, and neighbouring rows of one a: the results are neighbouring rows of one matrix.
-        if stride_b == 0 && stride_a == m * a[0] && stride_y == m * row {
+        if stride_b == 0 && stride_a == m * a[0] && stride_y == m * row_stride {
             return joined(plan(count * m, n), 1, [0; 3]);
         }
         // A batch, whose results must not overlap: each begins after the last row of the one before it, or they are
         // columns of one matrix.
-        let is_apart = stride_y >= m * row || (stride_y >= n && row >= count * stride_y);
+        let is_apart = stride_y >= m * row_stride || (stride_y >= n && row_stride >= count * stride_y);
         if is_apart { joined(plan(m, n), count, strides) } else { None }
     }
 }
@@ -288,7 +289,8 @@ impl Call<'_> {
     fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
         // The leading dimensions of a, b and y. cuBLAS rejects 0.
-        let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
+        let distances =
+            [self.left.distance, self.right.distance, self.plan.row_stride.max(1) as i64].map(i32::try_from);
         let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(leading_a), Ok(leading_b), Ok(leading_y)]) =
             (m, n, k, count, distances)
         else {
@@ -368,7 +370,7 @@ impl Call<'_> {
             arithmetic: Arithmetic::Half { dtype },
             sizes: [self.plan.n, self.plan.m, self.plan.k],
             operands: [operand(self.right), operand(self.left)],
-            distance: self.plan.row.max(1) as i64,
+            distance: self.plan.row_stride.max(1) as i64,
             alignments: [b, a, y].map(alignment),
         })
     }

@@ -43,9 +43,9 @@ impl Quantized {
     /// be split by rows: then one panel has all rows.
     pub(crate) fn panels(&self, dtype: DType, mut visit: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
-        let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
+        let has_one_panel = !self.device().is_cpu() && !self.has_rows();
         let elements = if self.device().is_cpu() { CPU_PANEL } else { GPU_PANEL };
-        let panel_rows = if cannot_narrow { rows.max(1) } else { (elements / columns.max(1)).max(1) };
+        let panel_rows = if has_one_panel { rows.max(1) } else { (elements / columns.max(1)).max(1) };
         for start in (0..rows).step_by(panel_rows) {
             let count = panel_rows.min(rows - start);
             visit(start, &self.values_of(start, count, dtype)?)?;
@@ -58,7 +58,7 @@ impl Quantized {
     pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
         self.panels(x.dtype(), |start, weight| {
             let y = y.narrow(1, start, weight.dims()[0])?;
-            // Each entry is [destination, left factor, right factor]; 1.0 is the factor of the products.
+            // Each entry is [destination, left operand, right operand]; the products are multiplied by 1.0.
             compute::write_products(&[[&y, x, &weight.t()?]], 1.0, accumulate)
         })
     }

@@ -106,7 +106,8 @@ impl Bytes {
     /// A copy of the values that `view` has while its slot holds this unit; `view` is a view of this dtype's tensor in
     /// a slot. The copy is on the CPU and has one dimension.
     pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
-        // The tensor in the slot is at the start of its memory, so the offset of the view is that within the unit.
+        // The tensor in the slot is at the start of its memory, so the view has the same offset there as its elements
+        // have among the unit's elements of this dtype.
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();
         let range = start * size..(start + count) * size;

@@ -14,9 +14,9 @@ const RANK: usize = 16;
 /// A network of three linear maps with LoRA: the features and the gate of the unit, and the map after the unit.
 struct Network {
     /// The frozen weights of the features and the gate, stacked.
-    weight: Tensor,
+    stacked_weight: Tensor,
     /// The frozen weight of the map after the unit.
-    last: Tensor,
+    last_weight: Tensor,
     /// The network's input, then A and B of each map.
     inputs: Vec<Tensor>,
 }
@@ -30,22 +30,22 @@ impl Network {
         for [inputs_of_map, results] in [[inner, width], [inner, width], [width, inner]] {
             inputs.extend([matrix(RANK, inputs_of_map), matrix(results, RANK)]);
         }
-        Self { weight: matrix(2 * width, inner), last: matrix(inner, width), inputs }
+        Self { stacked_weight: matrix(2 * width, inner), last_weight: matrix(inner, width), inputs }
     }
 
     /// Computes the network's result for `x`, which replaces `self.inputs`. The frozen weights are converted to the
     /// dtype and the device of `x`; each map has a different LoRA scale.
     fn run(&self, x: &[Tensor]) -> Result<Tensor> {
         let base = |tensor: &Tensor| tensor.to_dtype(x[0].dtype())?.to_device(x[0].device());
-        let (weight, last) = (base(&self.weight)?, base(&self.last)?);
+        let (stacked_weight, last_weight) = (base(&self.stacked_weight)?, base(&self.last_weight)?);
         let [features, gate, last_factors] = [0, 1, 2].map(|map| {
             let [a, b] = [&x[1 + 2 * map], &x[2 + 2 * map]].map(Clone::clone);
             Some(LowRank { down: a, up: b, scale: 0.5 + map as f64 / 4.0 })
         });
-        let (inner, width) = (self.last.dims()[0], self.last.dims()[1]);
+        let (inner, width) = (self.last_weight.dims()[0], self.last_weight.dims()[1]);
         let (sizes, low_rank, last_low_rank) = ([width; 2], [features, gate], [last_factors]);
-        let group = LinearGroup { weight: (&weight).into(), bias: None, sizes: &sizes, low_rank: &low_rank };
-        let last = LinearGroup { weight: (&last).into(), bias: None, sizes: &[inner], low_rank: &last_low_rank };
+        let group = LinearGroup { weight: (&stacked_weight).into(), bias: None, sizes: &sizes, low_rank: &low_rank };
+        let last = LinearGroup { weight: (&last_weight).into(), bias: None, sizes: &[inner], low_rank: &last_low_rank };
         swiglu_feed_forward(&x[0], group, last)
     }
 }
@@ -81,7 +81,7 @@ fn gradients_of_feed_forward_networks_are_added_in_place() {
     let vars = flat.vars();
     // Computes the forward and the backward pass.
     let run_passes = || {
-        // The network's input must need a gradient, so it depends on a variable.
+        // The input depends on a variable, so that the backward pass computes the gradient of the input, too.
         let zero = vars[0].as_tensor().mul_scalar(0.0)?.to_dtype(DType::BF16)?;
         let all: Vec<Tensor> =
             std::iter::once(x.add(&zero)?).chain(vars[1..].iter().map(|v| v.as_tensor().clone())).collect();

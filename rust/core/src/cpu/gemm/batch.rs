@@ -78,9 +78,10 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));
     }
-    // A result of two dimensions is not a matrix if it is the product of a batch of matrices and a vector. Then `batch`
-    // has the batch dimension; or the batch dimension was merged with `m`, and `m` differs from the first dimension.
-    // (With one row per matrix they are equal, but then the result is a matrix of one column.)
+    // A result of two dimensions, (matrices, rows), is not a matrix if it is the product of a batch of matrices and a
+    // vector. Then `batch` has the batch dimension; or the batch dimension was merged with `m`, so that `m` = matrices
+    // times rows differs from the first dimension. (With one row per matrix, `m` equals it, but then the result is a
+    // matrix of one column.)
     let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
     let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {
@@ -137,7 +138,7 @@ pub(crate) struct Plan {
     pub k: usize,
     /// Distance between neighbouring rows of the result, in elements: `n`, or more if the result is written to a range
     /// of columns.
-    pub row: usize,
+    pub row_stride: usize,
     /// Strides of `a` along m and k.
     pub a: [usize; 2],
     /// Strides of `b` along k and n.
@@ -158,7 +159,7 @@ impl Plan {
         let mut plan = Self::of(op, a, b)?;
         check_destination(op, &plan, dst, a.dtype())?;
         if !dst.is_contiguous() {
-            plan.row = dst.stride()[0];
+            plan.row_stride = dst.stride()[0];
         }
         Ok(plan)
     }
@@ -178,7 +179,8 @@ impl Plan {
         if k != b_k {
             return Err(mismatch());
         }
-        let mut plan = Self { dims: Dims::new(), m, n, k, row: n, a: a_strides, b: b_strides, batch: SmallVec::new() };
+        let mut plan =
+            Self { dims: Dims::new(), m, n, k, row_stride: n, a: a_strides, b: b_strides, batch: SmallVec::new() };
         // An operand's stride along batch dimension `i` of the result; 0 if the operand is broadcast along it. The last
         // batch dimensions of operand and result correspond, so an operand may lack the first ones.
         let stride = |layout: &Layout, batch: &[usize], i: usize| match (i + batch.len()).checked_sub(dims.len()) {
@@ -240,7 +242,7 @@ impl Plan {
             a: Side { ptr: a.as_ptr(), outer: self.a[0], inner: self.a[1] },
             b: Side { ptr: b.as_ptr(), outer: self.b[1], inner: self.b[0] },
             c,
-            c_strides: [self.row, 1],
+            c_strides: [self.row_stride, 1],
             alpha: Real::from_f64(alpha),
             accumulate,
         };
@@ -291,7 +293,7 @@ impl Plan {
         write3(op, dst, a, b, |storage, layout, [a, b]| {
             let start = layout.start_offset();
             // If `dst` is a range of columns: the elements of the larger matrix between the rows of `dst`.
-            let skipped = (self.row - self.n) * self.m.saturating_sub(1);
+            let skipped = (self.row_stride - self.n) * self.m.saturating_sub(1);
             let len = if layout.shape().elem_count() == 0 { 0 } else { layout.shape().elem_count() + skipped };
             let c = &mut C::slice_mut(storage)?[start..start + len];
             // SAFETY: `c` reaches from the first to the last element of the result, and the plan writes nothing else.

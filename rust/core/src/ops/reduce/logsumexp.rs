@@ -35,7 +35,7 @@ impl Binary for ExpDifference {
     }
 }
 
-/// ln a + b.
+/// (ln a) + b.
 #[derive(Clone, Copy)]
 struct LogPlus;
 

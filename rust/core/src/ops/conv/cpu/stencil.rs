@@ -61,7 +61,8 @@ impl Stencil {
     /// Makes the stencil of the forward pass: from the image to the result.
     pub fn forward(geometry: &Geometry) -> Self {
         let options = &geometry.options;
-        // Of the vertical direction (i = 0) or the horizontal one (i = 1). The only phase has all target positions.
+        // The axis of the vertical direction (i = 0) or of the horizontal one (i = 1). The only phase has all target
+        // positions.
         let axis = |i: usize| Axis {
             first: 0,
             stride: 1,
@@ -90,7 +91,7 @@ impl Stencil {
     /// the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
-        // Of direction i, for the phase with the target positions `first`, `first + stride`, and so on.
+        // The axis of direction i, for the phase with the target positions `first`, `first + stride`, and so on.
         let axis = |i: usize, first: usize| {
             let stride = options.stride[i];
             let offset = |k: usize| (first + options.padding[i]) as isize - (k * options.dilation[i]) as isize;
@@ -181,8 +182,8 @@ impl Phase<'_> {
     /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range
     /// of source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
-        // Before the panel are all rows of the earlier channels, then the earlier rows of this block. `rows` is the
-        // number of rows with padding.
+        // Before the panel are all rows of the earlier source channels (of earlier groups and blocks), then the earlier
+        // rows of this block. `rows` is the number of rows with padding.
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.taps() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
@@ -337,7 +338,7 @@ impl Part<'_> {
                 patch.copy(copy, source, phase.stencil.source, first_channel);
                 let runs = patch.runs(phase.axes);
                 let accumulate = bias.is_some() || block.start > 0;
-                // The packed weight from the panel on whose first target channel is `row`.
+                // The packed weight, starting at the panel whose first target channel is `row`.
                 let weight = |row| &weight[phase.packed_at(self.group, &block, row)..];
                 vectorized(Tiles { part: self, patch: &patch, memory, runs: &runs, weight, target, accumulate });
             }
@@ -354,7 +355,7 @@ struct Tiles<'a, T, W> {
     /// The runs of adjacent elements of the copy that the first target position reads, in the order of the packed
     /// weight, and the number of elements of each run.
     runs: &'a (Vec<Run>, usize),
-    /// From the first target channel of a panel to the packed weight from this panel on.
+    /// Takes the first target channel of a panel, and returns the packed weight, starting at this panel.
     weight: W,
     target: *mut T,
     /// Whether the tiles add to what `target` already has: the bias, or the sums over earlier blocks.
