@@ -215,7 +215,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     }
 
     /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to
-    /// compute the block's modulation (shifts, scales and gates from the timestep).
+    /// compute the block's modulation (shifts, scales and gates from the timestep). The modulation has few
+    /// values for each sample, so the tape keeps it: a recomputation would read the large weights behind it again.
     ///
     /// # Errors
     /// Those of `forward` and of copying streamed weights.
@@ -245,10 +246,10 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
         let (checkpointing, mut x) = (self.state.checkpointing(), x.clone());
-        let together = if checkpointing.policy.recomputes_all() { self.stretch() } else { 1 };
+        let blocks_per_checkpoint = if checkpointing.policy.recomputes_all() { self.stretch() } else { 1 };
         let (first, rest) = self.blocks.split_at(checkpointing.count.unwrap_or(self.len()).min(self.len()));
         let mut start = 0;
-        for blocks in first.chunks(together).chain(rest.chunks(1)) {
+        for blocks in first.chunks(blocks_per_checkpoint).chain(rest.chunks(1)) {
             // If weights are streamed, `blocks` is one block, so `turn` is the turn of all of `blocks`.
             let (policy, turn) = (checkpointing.policy(start), self.state.turn(start));
             start += blocks.len();
@@ -337,7 +338,7 @@ mod tests {
             grads.iter().map(|grad| grad.as_ref().unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()
         };
         let expected = gradients();
-        // Of five blocks and x.
+        // The gradients of the five blocks' parameters and of x.
         assert_eq!(expected.len(), 6);
         for policy in [Policy::Full, Policy::Selective] {
             model.set_checkpointing(policy);

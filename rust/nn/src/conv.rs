@@ -40,7 +40,7 @@ pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
 
 impl Conv2d<Var> {
     /// Make a trainable f32 layer with torch's initial values: weight and bias are uniform in ±1/√fan_in, where fan_in
-    /// = in_channels / groups · kernel height · kernel width. `kernel` is (height, width).
+    /// = (in_channels / groups) · kernel height · kernel width. `kernel` is (height, width).
     ///
     /// # Errors
     /// [`Error::Argument`] if `groups` is 0 or does not divide both numbers of channels, [`Error::OutOfMemory`] if the

@@ -126,6 +126,7 @@ fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
         expected.sqr().unwrap().sum_all().unwrap().backward().unwrap();
         assert_close(&x.grad().unwrap(), &other_x.grad().unwrap());
         if let Some((set, other_set)) = sets {
+            // Both sets list the same names in the same order.
             for ((name, found), (_, expected)) in set.named_vars().iter().zip(other_set.named_vars()) {
                 assert!(found.grad().is_some(), "{name}");
                 assert_close(&found.grad().unwrap(), &expected.grad().unwrap());
@@ -136,8 +137,8 @@ fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
 
 #[test]
 fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_equals_separate_layers() {
-    // LoRA with dropout is such an adapter too: its product has an input of its own, the layer's input after dropout,
-    // so the layers no longer share one input.
+    // LoRA with dropout is no low-rank product of the group's input either: its product has an input of its own, the
+    // layer's input after dropout, so the layers no longer share one input.
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {

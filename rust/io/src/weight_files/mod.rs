@@ -199,9 +199,9 @@ impl WeightFiles {
         let scales = read(scales_file, bitsandbytes::SCALES)?;
         let code_values = read(code_values_file, bitsandbytes::CODE_VALUES)?.to_vec::<f32>()?;
         let nested = match nested_files {
-            Some([scales_file, code_values_file]) => {
-                let scales = read(scales_file, bitsandbytes::NESTED_SCALES)?;
-                Some((scales, read(code_values_file, bitsandbytes::NESTED_CODE_VALUES)?.to_vec::<f32>()?))
+            Some([nested_scales_file, nested_values_file]) => {
+                let scales = read(nested_scales_file, bitsandbytes::NESTED_SCALES)?;
+                Some((scales, read(nested_values_file, bitsandbytes::NESTED_CODE_VALUES)?.to_vec::<f32>()?))
             }
             None => None,
         };
@@ -226,8 +226,8 @@ impl WeightFiles {
     }
 
     /// Read an eight-bit weight: the type of its codes, the codes' bytes (u8) in the weight's shape, and its scales
-    /// (f32), one for the weight or one for each row. An e4m3 weight without scales gets the scale 1. `None` for other
-    /// weights, and for int8 weights without scales.
+    /// (f32), one for the weight or one for each row. An fp8 (e4m3) weight without scales gets the scale 1. `None` for
+    /// other weights, and for int8 weights without scales.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the codes do not fit in memory.

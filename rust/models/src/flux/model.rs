@@ -65,7 +65,7 @@ impl FluxTransformer {
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        // `takes_modulation`: each single block computes its own modulation from the condition.
+        // `takes_modulation` is false: each single block computes its own modulation from the condition.
         let (dim, bias, takes_modulation) = (config.inner_dim(), true, false);
         let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, bias)?;
@@ -202,18 +202,18 @@ impl Model for FluxTransformer {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
-        // The number of image tokens.
-        let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        let image_tokens = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         // The layers outside of checkpoints: only blocks are checkpointed. The pairs are the number of values in a
         // layer's input and the number of tokens that the layer is applied to.
         saved.outside(|saved| {
-            saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
+            saved.linear(&self.x_embedder, (image_tokens * self.config.in_channels, image_tokens));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
             self.time_text_embed.saved(saved);
         });
-        saved.each(&self.double_blocks, |block, saved| block.saved(area, size.tokens, saved));
-        saved.each(&self.single_blocks, |block, saved| block.saved(area + size.tokens, saved));
-        self.output.saved(area, saved);
+        saved.each(&self.double_blocks, |block, saved| block.saved(image_tokens, size.tokens, saved));
+        saved.each(&self.single_blocks, |block, saved| block.saved(image_tokens + size.tokens, saved));
+        // This layer counts itself as outside of checkpoints.
+        self.output.saved(image_tokens, saved);
     }
 
     fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -7,10 +7,10 @@ use trainable_candle_io::WeightFiles;
 use super::UNetConfig;
 use crate::pretrained::{CheckpointNaming, Key, Layout, Naming, OwnNames};
 
-/// The keys of the UNet's parameters: original names after a prefix if `original` has original naming, otherwise
-/// diffusers' names.
-pub(super) fn layout(original: Option<CheckpointNaming>, config: &UNetConfig) -> Box<dyn Layout> {
-    match original {
+/// The keys of the UNet's parameters: original names after a prefix if `checkpoint` has original naming, otherwise
+/// diffusers' names. `checkpoint` is None for a model in a folder.
+pub(super) fn layout(checkpoint: Option<CheckpointNaming>, config: &UNetConfig) -> Box<dyn Layout> {
+    match checkpoint {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
             Box::new(OriginalUNet { prefix, config: config.clone() })
         }

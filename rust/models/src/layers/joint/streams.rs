@@ -50,7 +50,8 @@ pub fn run_double(
 ) -> Result<[Tensor; 2]> {
     let has_angles = attention_inputs.angles.is_some();
     for i in 0..blocks.len() {
-        // `aside` computes the modulations outside of the block's checkpoint.
+        // `aside` computes the modulations outside of the block's checkpoint, because they are small to keep, and a
+        // recomputation would read the large weights of their layers again.
         let modulations = blocks.aside(i, |block| modulation(i, block))?;
         let inputs: Vec<&Tensor> =
             [&image, &text].into_iter().chain(&modulations).chain(attention_inputs.tensors()).collect();
@@ -82,6 +83,7 @@ pub fn run_single(
 ) -> Result<Tensor> {
     let has_angles = attention_inputs.angles.is_some();
     for i in 0..blocks.len() {
+        // Outside of the block's checkpoint, as in `run_double`.
         let [block_modulation] = blocks.aside(i, |block| Ok([modulation(i, block)?]))?;
         let inputs: Vec<&Tensor> = [&x, &block_modulation].into_iter().chain(attention_inputs.tensors()).collect();
         x = blocks.run_one(i, &inputs, move |block, inputs| {
