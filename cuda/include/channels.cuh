@@ -7,7 +7,7 @@
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // where 320 is the maximum number of threads of a block. A thread gets about 8 positions, or more where the grid would otherwise have more
-// than 256 blocks. And the launch of a kernel over the tensor is
+// than 256 blocks. The launch of a kernel over the tensor is
 //     block 32 ceil(columns lines / 32), grid (batch * pieces, tiles), no dynamic shared memory.
 // Any number of pieces from 1 to positions, and any number of lines from 1 to 320 / columns, gives correct results.
 #pragma once
@@ -67,7 +67,8 @@ template <typename T, bool ALIGNED> struct Part {
         return (static_cast<uint64_t>(sample) * size.positions + position) * size.channels + channel;
     }
 
-    // Loads the values of the thread's channels at a position; 0 for channels that the thread does not have.
+    // Loads the values of the thread's channels at a position; 0 for channels that the thread does not have. With `ALIGNED`, a thread has
+    // all N channels or none; a thread without channels must not call this function or `store`.
     __device__ __forceinline__ Pack<T, N> load(const T *from, uint32_t position) const {
         const T *at = from + offset(position);
         if constexpr (ALIGNED) {
@@ -211,11 +212,11 @@ template <typename A> struct Partials {
         for (uint32_t index = 0; index < tiles; index++) {
             const Tile<T> tile(size, index, tiles);
             if (tile.high <= low || tile.low >= high) continue;
-            const uint32_t shared_channels = min(high, tile.high) - max(low, tile.low);
+            const uint32_t common_channels = min(high, tile.high) - max(low, tile.low);
             const A *start = at(size, sample, index, group, 0);
 #pragma unroll 4
             for (uint32_t piece = threadIdx.x; piece < size.pieces; piece += blockDim.x)
-                f(load_pack<2>(start + piece * 2ull), static_cast<A>(size.count(piece)) * shared_channels);
+                f(load_pack<2>(start + piece * 2ull), static_cast<A>(size.count(piece)) * common_channels);
         }
     }
 };

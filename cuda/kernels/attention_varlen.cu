@@ -29,6 +29,7 @@ ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
                        uint32_t window) {
     follow();
+    // A thread checks the bound with the index `position`, and computes the spans of this position.
     const uint32_t position = blockIdx.x * blockDim.x + threadIdx.x;
     if (position < count) {
         const int64_t bound = load_id(bounds, id_bytes, position), before = position == 0 ? 0 : load_id(bounds, id_bytes, position - 1);

@@ -13,7 +13,7 @@
 // results serve as left operands of products that sum over columns and, after `turn`, as right operands of products that sum over rows.
 //
 // Indices: `matrix` is 0 for h, 1 for gate, 2 for the unit; `half` is 0 or 1 for row lane / 4 + 8 half of a tile of sixteen rows; `index`
-// is the stage, 0 or 1, of the shared memory that holds a tile.
+// is the stage, 0 or 1, of the shared memory that holds a tile. In names, `last` stands for W.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "architecture.cuh"
@@ -353,8 +353,8 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 // A row of x (rows, 2 width) has the results of the maps to h, then to gate, without their low-rank products; dx, of the same shape,
 // becomes the gradients of h and gate. grad (rows, width) is the gradient of the unit without the low-rank product last_hidden last_down,
 // which the kernel adds. A row of hidden (rows, 2 x 16) has the product of the maps' input with A of the map to h, then the product with A
-// of the map to gate. last_hidden (rows, 16) is the gradient of y times B of W, times W's LoRA scale. up_h and up_gate (width, 16) are the
-// factors B of the maps to h and gate; last_down (16, width) is A of W.
+// of the map to gate. last_hidden (rows, 16) is the gradient of the product of the unit with A of W: the gradient of y times B of W, times
+// W's LoRA scale. up_h and up_gate (width, 16) are the factors B of the maps to h and gate; last_down (16, width) is A of W.
 // factor_parts, f32 (ceil(rows / 560), 3, 16 width), become the parts of the gradients of up_h, up_gate and last_down. hidden_parts, f32
 // (ceil(width / 256), rows, 2 x 16), become the parts of the gradient of hidden. The kernel multiplies the low-rank products of h and gate
 // by scale_h and scale_gate, but not the parts: the second kernel does.

@@ -148,7 +148,7 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
 /// As [`collect_grads`].
 pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     collect_grads(vars)?;
-    // After this, every variable has a gradient, maybe zeros, so `vector` returns one for each.
+    // After `mark_present`, every variable has a gradient, maybe zeros, so `vector` returns one for each.
     vars.iter().for_each(|var| var.leaf().mark_present());
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }

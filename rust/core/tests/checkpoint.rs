@@ -11,7 +11,7 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Var};
 const CPU: Device = Device::Cpu;
 
 /// Different fixed values between -1 and 1.
-fn ramp(shape: &[usize], phase: f32) -> Tensor {
+fn sines(shape: &[usize], phase: f32) -> Tensor {
     let n: usize = shape.iter().product();
     Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
 }
@@ -34,8 +34,8 @@ struct Block {
 impl Block {
     fn new() -> Result<Self> {
         Ok(Self {
-            first: Var::from_tensor(&ramp(&[12, 6], 0.1))?,
-            second: Var::from_tensor(&ramp(&[6, 12], 0.2))?,
+            first: Var::from_tensor(&sines(&[12, 6], 0.1))?,
+            second: Var::from_tensor(&sines(&[6, 12], 0.2))?,
             calls: Arc::default(),
             finished: Arc::default(),
         })
@@ -65,7 +65,7 @@ fn ones_like(t: &Tensor) -> Tensor {
 
 #[test]
 fn the_policies_none_full_and_selective_give_the_same_gradients_bit_for_bit() -> Result<()> {
-    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let (block, x) = (Block::new()?, Var::from_tensor(&sines(&[5, 6], 0.0))?);
     let mut expected = None;
     for policy in [Policy::None, Policy::Full, Policy::Selective] {
         let inner = block.clone();
@@ -80,7 +80,7 @@ fn the_policies_none_full_and_selective_give_the_same_gradients_bit_for_bit() ->
 
 #[test]
 fn a_recomputation_stops_at_the_last_value_that_was_saved() -> Result<()> {
-    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let (block, x) = (Block::new()?, Var::from_tensor(&sines(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
     assert_eq!(block.calls.load(Ordering::Relaxed), 1);
@@ -117,7 +117,7 @@ fn several_inputs_outputs_and_a_captured_variable_get_their_gradients() -> Resul
 
 #[test]
 fn checkpoints_nest_and_follow_one_another() -> Result<()> {
-    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let (block, x) = (Block::new()?, Var::from_tensor(&sines(&[5, 6], 0.0))?);
     let y = block.forward(&block.forward(&block.forward(&x)?)?)?;
     y.backward_with(Some(&ones_like(&y)), false)?;
     let expected = block.gradients(&x);
@@ -142,7 +142,7 @@ fn checkpoints_nest_and_follow_one_another() -> Result<()> {
 
 #[test]
 fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
-    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let (block, x) = (Block::new()?, Var::from_tensor(&sines(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
     y.backward_with(Some(&ones_like(&y)), /* retain_graph: */ true)?;
@@ -154,7 +154,7 @@ fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
 
 #[test]
 fn a_function_that_computes_something_else_when_run_again_is_an_error() -> Result<()> {
-    let x = Var::from_tensor(&ramp(&[4], 0.0))?;
+    let x = Var::from_tensor(&sines(&[4], 0.0))?;
     let calls = AtomicUsize::new(0);
     let y = checkpoint(
         move |xs| if calls.fetch_add(1, Ordering::Relaxed) == 0 { xs[0].sqr()?.sqr() } else { xs[0].add_scalar(1.0) },

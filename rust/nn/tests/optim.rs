@@ -12,12 +12,12 @@ use trainable_candle_nn::optim::{
 const NO_SEED: Option<u64> = None;
 
 /// `n` values in [-1, 1] that depend on `seed` and are the same on every machine.
-fn wave(n: usize, seed: usize) -> Vec<f32> {
+fn numbers(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect()
 }
 
 fn tensor(n: usize, seed: usize, dtype: DType) -> Tensor {
-    let values = Tensor::from_vec(wave(n, seed), n, &Device::Cpu).unwrap();
+    let values = Tensor::from_vec(numbers(n, seed), n, &Device::Cpu).unwrap();
     Tensor::from(values.raw().to_dtype(dtype).unwrap())
 }
 
@@ -150,8 +150,8 @@ fn variables_without_a_gradient_keep_their_values_and_step_counts_and_get_no_sta
         params[0].set_grad(&tensor(3, 5, DType::F32))?;
         params[2].set_grad(&tensor(7, 6, DType::F32))?;
         opt.step_all()?;
-        assert_eq!(values(&params[1]), wave(5, 1));
-        assert!(values(&params[0]) != wave(3, 0) && values(&params[2]) != wave(7, 2));
+        assert_eq!(values(&params[1]), numbers(5, 1));
+        assert!(values(&params[0]) != numbers(3, 0) && values(&params[2]) != numbers(7, 2));
         let states = opt.state_dict()?;
         assert_eq!(states["step"].to_vec::<i64>()?, [1, 0, 1]);
         assert!(!states.contains_key("1.exp_avg"));
@@ -212,10 +212,10 @@ fn a_backward_pass_that_reads_variables_saved_before_a_step_is_an_error() -> Res
 #[test]
 fn eight_bit_optimizers_keep_elements_whose_gradients_are_non_finite_or_have_a_square_that_overflows() -> Result<()> {
     for (index, kind) in KINDS.iter().enumerate().filter(|(_, kind)| kind.name.ends_with("8bit")) {
-        let (x, clean, initial) = (var(5000, 0), var(5000, 0), wave(5000, 0));
+        let (x, clean, initial) = (var(5000, 0), var(5000, 0), numbers(5000, 0));
         // The square of 1e30 overflows. Lion computes no squares, so its gradient has another NaN instead.
         let large = if kind.name == "Lion8bit" { f32::NAN } else { 1e30 };
-        let mut grad = wave(5000, 1);
+        let mut grad = numbers(5000, 1);
         clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
         for (at, bad) in [(17, f32::NAN), (300, f32::INFINITY), (4998, f32::NEG_INFINITY), (4999, large)] {
             grad[at] = bad;

@@ -32,12 +32,13 @@ pub use fixed::Fixed;
 pub use host::HostState;
 pub use version::Follower;
 
+// Identifies the storage of a gradient.
 pub(crate) use effects::Place;
 // A run of a function that records its effects on the host, and these effects.
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "graphs exist on CUDA alone"))]
 pub(crate) use effects::{Effects, Run};
 pub(crate) use generator::Generator;
-// `Settle` is what captures need of a gradient, such as a buffer at a fixed address.
+// `Settle` is the trait with the operations that captures need from a gradient, such as moving it to a fixed buffer.
 pub(crate) use slot::{GradientSlot, Settle};
 pub(crate) use version::Version;
 

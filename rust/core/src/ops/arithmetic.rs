@@ -67,7 +67,7 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 }
 
 /// A function that computes an operation on two integer tensors of the same shape.
-type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
+type IntegerForm = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
 /// Computes the result with `functor` for floating-point tensors, and with `integer` for integer tensors. Without
 /// `integer`, rejects integer tensors.
@@ -76,7 +76,7 @@ fn forward(
     a: &Raw,
     b: &Raw,
     functor: impl Binary + Copy + Send + Sync,
-    integer: Option<Integer>,
+    integer: Option<IntegerForm>,
 ) -> Result<Raw> {
     if is_float(a.dtype()) {
         return compute::binary(a, b, functor).map_err(|error| error.under(op));
@@ -182,7 +182,7 @@ fn sum_like(
     a: &Tensor,
     b: &Tensor,
     functor: impl Binary + Copy + Send + Sync,
-    integer: Integer,
+    integer: IntegerForm,
     negates_b: bool,
 ) -> Result<Tensor> {
     check(info.name, a, b)?;
@@ -207,7 +207,7 @@ fn product_like(
     a: &Tensor,
     b: &Tensor,
     functor: impl Binary + Copy + Send + Sync,
-    integer: Option<Integer>,
+    integer: Option<IntegerForm>,
     kind: Product,
 ) -> Result<Tensor> {
     check(info.name, a, b)?;

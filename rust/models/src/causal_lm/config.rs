@@ -295,7 +295,8 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
             let windowed: Vec<bool> = if fields.is_given("layer_types") {
                 fields.names("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])?
             } else {
-                // The first `max_window_layers` layers have no window.
+                // The first `max_window_layers` layers have no window. The field is read as a number because it may
+                // be 0, which `size` rejects.
                 let full_layers = fields.number("max_window_layers", Some(28.0))?; // transformers' default
                 (0..layers).map(|layer| layer as f64 >= full_layers).collect()
             };

@@ -20,7 +20,8 @@ static CAYLEY: OpInfo = OpInfo::expensive("cayley");
 /// Returns the size n of an n x n matrix whose strict upper triangle has `elements` elements: n (n - 1) / 2 =
 /// `elements`. `None` if there is no such n. For 0 elements, n is 1.
 pub fn size_of(elements: usize) -> Option<usize> {
-    // n = (1 + √(8 · elements + 1)) / 2. If there is such an n, the root is an odd integer.
+    // n = (1 + √(8 · elements + 1)) / 2. If there is such an n, the root is an odd integer, and n is half of it,
+    // rounded up.
     let size = elements.checked_mul(8)?.checked_add(1)?.isqrt().div_ceil(2);
     (size * (size - 1) / 2 == elements).then_some(size)
 }

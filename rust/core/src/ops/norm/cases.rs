@@ -1,6 +1,7 @@
 //! Test cases of norms. A case has a label, the shapes of its inputs `x`, and the call. The inputs are the tensor to
 //! normalise, then the scale and the shift, if any; operands that a case makes with `frozen` are not among the inputs.
-//! Images and sequences have their features last.
+//! Images and sequences have their features last. Finite differences test every case; cases with frozen or empty
+//! operands have no plain form to compare with besides.
 
 // `frozen(dims, like)` makes an input that needs no gradient. Of `like` it takes only dtype and device.
 use super::plain::{self, frozen};
@@ -82,7 +83,7 @@ fn modulated_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
     // x[0] is (batch, length, features), or has other dimensions in place of the length; scale and shift, x[1] and
-    // x[2], are (batch, features).
+    // x[2], are (batch, features). The plain form is for (batch, length, features) only.
     let plain = |x: &[Tensor]| {
         let normalised = plain::layer_norm(&x[..1], &[2], EPS)?;
         normalised.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)

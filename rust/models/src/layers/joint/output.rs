@@ -7,7 +7,7 @@ use super::modulation::modulated;
 use crate::saved::Saved;
 
 /// The name of the layer that computes the modulation.
-const NORM: &str = "norm_out.linear";
+const MODULATION: &str = "norm_out.linear";
 /// The name of the projection.
 const PROJECTION: &str = "proj_out";
 
@@ -16,7 +16,7 @@ const PROJECTION: &str = "proj_out";
 pub struct ModulatedOutput {
     /// The layer that computes the modulation from the condition: D features become 2 D, the scale and the shift. None
     /// if the model passes the modulation to [`modulated`](Self::modulated).
-    norm: Option<Linear<Tensor>>,
+    to_modulation: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
 
@@ -28,7 +28,7 @@ impl ModulatedOutput {
     /// As [`Weights::get`].
     pub fn new([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
         Ok(Self {
-            norm: Some(weights.linear(NORM, dim, 2 * dim, bias)?),
+            to_modulation: Some(weights.linear(MODULATION, dim, 2 * dim, bias)?),
             projection: weights.linear(PROJECTION, dim, out, bias)?,
         })
     }
@@ -39,7 +39,7 @@ impl ModulatedOutput {
     /// # Errors
     /// As [`Weights::get`].
     pub fn with_given_modulation([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
-        Ok(Self { norm: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
+        Ok(Self { to_modulation: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
     }
 
     /// The result (B, S, out) for the tokens `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied
@@ -49,11 +49,11 @@ impl ModulatedOutput {
     /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the layer was made by
     /// [`with_given_modulation`](Self::with_given_modulation).
     pub fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
-        let Some(norm) = &self.norm else {
+        let Some(to_modulation) = &self.to_modulation else {
             return Err(Error::argument("ModulatedOutput", "the layer has no modulation of its own"));
         };
-        let modulation = norm.forward(condition)?;
-        let dim = norm.in_features();
+        let modulation = to_modulation.forward(condition)?;
+        let dim = to_modulation.in_features();
         // As in diffusers, the scale comes first here. In the blocks, the shift comes first.
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
@@ -78,7 +78,7 @@ impl ModulatedOutput {
         saved.outside(|saved| {
             // A pair has the number of a layer's input values and that of its input rows. The condition is one row of D
             // values.
-            self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1)));
+            self.to_modulation.iter().for_each(|layer| saved.linear(layer, (dim, 1)));
             // The layer norm keeps its input.
             saved.keep(tokens * dim);
             saved.linear(&self.projection, (tokens * dim, tokens));
@@ -88,7 +88,7 @@ impl ModulatedOutput {
 
 impl Module for ModulatedOutput {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        self.norm.iter().try_for_each(|norm| visitor.linear(NORM, norm))?;
+        self.to_modulation.iter().try_for_each(|layer| visitor.linear(MODULATION, layer))?;
         visitor.linear(PROJECTION, &self.projection)
     }
 }

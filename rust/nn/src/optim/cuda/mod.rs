@@ -37,8 +37,8 @@ type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// The settings, coefficients and step counters of all slots (sets of variables that share one of each). There is
-    /// room for as many slots as the optimizer has variables.
+    /// The settings, coefficients and step counters of all slots: a slot is a set of variables that share them. There
+    /// is room for as many slots as the optimizer has variables.
     settings: Groups,
     /// Which variables share settings and a step counter. A captured step is valid only with the slots that it was
     /// captured with.
@@ -203,7 +203,7 @@ impl OnDevice {
         let (slots, steps) = match slots.steps(groups) {
             Some(steps) => (slots, steps),
             None => {
-                let new = Slots::new(groups);
+                let new = Slots::new(groups); // one number of steps per slot, so `steps` is not None
                 let steps = new.steps(groups).unwrap_or_default();
                 (Arc::new(new), steps)
             }

@@ -24,7 +24,8 @@ pub(super) trait Lanes: Copy {
     type Values: Copy;
     /// A boolean for each of the values.
     type Mask: Copy;
-    /// What [`decode`](Self::decode) returns, for [`part`](Self::part) to return a register of it.
+    /// What [`decode`](Self::decode) returns: four registers of values, of which [`part`](Self::part) returns one; or
+    /// nothing, if `part` looks up the values itself.
     type Decoded: Copy;
     /// The number of values in a register, at most 16. [`BLOCK_SIZE`] is a multiple of `4 * WIDTH`.
     const WIDTH: usize;

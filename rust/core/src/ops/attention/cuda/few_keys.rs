@@ -29,8 +29,8 @@ const BACKWARD_SHARED: u32 = 221_264;
 
 /// Distributes the work over thread blocks, one per multiprocessor. An item is a head of a sample, and a step is a tile
 /// of the head's queries. Several blocks may share the steps of an item. The caller has checked that the general
-/// tensor-core kernels support the operands; `widest` is the one of their two widths that the heads fit into, 64 or 128
-/// columns. Returns `None` if the kernels of this file do not support the operands.
+/// tensor-core kernels support the operands. `widest` is the widest head, 64 or 128 columns, that the general kernel
+/// for these heads supports. Returns `None` if the kernels of this file do not support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);

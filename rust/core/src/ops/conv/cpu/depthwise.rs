@@ -117,10 +117,10 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
             }
         }
         // SAFETY: ranges of channels do not overlap.
-        let result = unsafe { shared.slice(range.start * taps..range.end * taps) };
-        for (channel, result) in result.chunks_exact_mut(taps).enumerate() {
-            for (tap, result) in result.iter_mut().enumerate() {
-                *result = sums[tap * range.len() + channel];
+        let range_result = unsafe { shared.slice(range.start * taps..range.end * taps) };
+        for (channel, channel_result) in range_result.chunks_exact_mut(taps).enumerate() {
+            for (tap, sum) in channel_result.iter_mut().enumerate() {
+                *sum = sums[tap * range.len() + channel];
             }
         }
     });

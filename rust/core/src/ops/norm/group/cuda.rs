@@ -121,17 +121,17 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
-/// Adds those gradients of `x`, scale (`weight`) and shift (`bias`) that are needed. `saved` is `x`, the gradient of
-/// the result, and the mean and 1/√(var + eps) of each group; all are dense.
+/// Adds those gradients of `x`, scale (`weight`) and shift (`bias`) that are needed. `operands` are `x`, the gradient
+/// of the result, and the mean and 1/√(var + eps) of each group; all are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
-    saved: [&Raw; 4],
+    operands: [&Raw; 4],
 ) -> Result<()> {
     let parameters = norm.affine.parameters()?;
     // `before` is the gradient that `x`, input 0, already has: the kernel adds the new one to it.
-    let wanted = Wanted { before: context.take_pending(0, saved[0].dtype()), ..norm.affine.wanted(context) };
-    let grads = gradients(norm, saved, parameters.each_ref().map(Option::as_ref), &wanted)?;
+    let wanted = Wanted { before: context.take_pending(0, operands[0].dtype()), ..norm.affine.wanted(context) };
+    let grads = gradients(norm, operands, parameters.each_ref().map(Option::as_ref), &wanted)?;
     norm.affine.add_gradients(context, grads)
 }
 
