@@ -34,10 +34,10 @@ fn run(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Vec<f6
 fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
     for (part, (found, expected)) in found.iter().zip(expected).enumerate() {
         assert_eq!(found.len(), expected.len());
-        let size = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
+        let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
         for (i, (f, e)) in found.iter().zip(expected).enumerate() {
             assert!(
-                (f - e).abs() <= tolerance * size,
+                (f - e).abs() <= tolerance * largest,
                 "tensor {part} of the result and the gradients, element {i}: {f}, expected {e}"
             );
         }
@@ -54,9 +54,10 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
         scores = scores.add(mask)?;
     }
     if is_causal {
-        let hidden =
+        let causal_mask =
             (0..queries).flat_map(|i| (0..keys).map(move |j| if j <= i { 0.0 } else { -1e30 })).collect::<Vec<f64>>();
-        scores = scores.add(&Tensor::from_vec(hidden, (queries, keys), &Device::Cpu)?.to_dtype(scores.dtype())?)?;
+        scores =
+            scores.add(&Tensor::from_vec(causal_mask, (queries, keys), &Device::Cpu)?.to_dtype(scores.dtype())?)?;
     }
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
@@ -81,8 +82,8 @@ fn attention_of_several_blocks_equals_basic_operations() {
             let found = run(&inputs, |x| attention(&x[0], &x[1], &x[2], mask, is_causal, None));
             assert_close(&found, &run(&inputs, |x| attention_plain(x, mask, is_causal)), 1e-11);
             let singles: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
-            let singles = run(&singles, |x| attention(&x[0], &x[1], &x[2], mask, is_causal, None));
-            assert_close(&singles, &found, 2e-6);
+            let in_f32 = run(&singles, |x| attention(&x[0], &x[1], &x[2], mask, is_causal, None));
+            assert_close(&in_f32, &found, 2e-6);
         }
     }
 }

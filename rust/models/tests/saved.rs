@@ -69,7 +69,7 @@ fn check_adapter(
             let ratio = estimated / kept;
             // The two may differ by a seventh. Under full checkpointing the estimate also counts the values of the
             // blocks that the backward pass recomputes together. The tape does not hold these values after the forward
-            // pass.
+            // pass. They make the estimate less than six times as large as what the tape keeps.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
             assert!(fits, "{} {target} {policy:?}: estimated {estimated} bytes, kept {kept}", model.class_name());

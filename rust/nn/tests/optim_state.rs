@@ -104,7 +104,7 @@ fn wrong_states_are_rejected_and_change_nothing() -> Result<()> {
     let mut source = AdamW::new(params(DType::F32), 0.01, 0.1)?;
     train(&mut source, 0..2);
     let valid = source.state_dict()?;
-    // With a learning rate other than that of `source`, which a load would replace.
+    // The learning rate differs from that of `source`. A load would replace it, so it shows that no load took place.
     let mut opt = AdamW::new(params(DType::F32), 0.5, 0.1)?;
     train(&mut opt, 0..1);
     let before = opt.state_dict()?;

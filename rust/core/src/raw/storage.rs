@@ -22,6 +22,7 @@ pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let elements = match &*storage {
         Storage::Cpu(cpu) => cpu_len(cpu),
         Storage::Cuda(cuda) => crate::cuda::storage_len(cuda),
+        // Metal, which this library does not use.
         _ => raw.elem_count(),
     };
     (address, elements * raw.dtype().size_in_bytes())

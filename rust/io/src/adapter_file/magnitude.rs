@@ -29,6 +29,7 @@ pub(super) fn growth(base: &Base<'_>, down: &Tensor, up: &Tensor, scale: f64) ->
     };
     let weight = base.weight.values(DType::F32)?;
     let base = Base { weight: (&weight).into(), ..*base };
+    // LoRA's parameters are A, then B.
     let parameters = kind
         .parameters
         .iter()

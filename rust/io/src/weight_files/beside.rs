@@ -74,6 +74,7 @@ impl WeightFiles {
                 && let Some(file) = self.index.remove(&key)
             {
                 let json = bytes(&mut self.files[file], &key)?;
+                // JSON that does not parse becomes null, which `bits_of` rejects as a format that is not supported.
                 found.insert(weight, serde_json::from_slice(&json).unwrap_or_default());
             }
         }

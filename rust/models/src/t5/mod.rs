@@ -20,6 +20,7 @@ const WHOLE_CLASS_NAME: &str = "T5ForConditionalGeneration";
 /// The registry entry of T5's encoder.
 pub static KIND: ModelKind = ModelKind::of::<T5Encoder>(
     "T5Encoder",
+    // For messages about a wrong file: the noun, and a prefix of the keys.
     ("a T5 text encoder", "encoder.block."),
     &[T5Encoder::CLASS_NAME, WHOLE_CLASS_NAME],
     "model.safetensors",

@@ -122,8 +122,9 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // The mask (B, L) of the text tokens that attention reads: a text's own tokens, and its padding up to a
-        // multiple of 32. None if attention reads all L = `extent.text` tokens.
+        // From here on, L is `extent.text`: the L of `encoder_hidden_states`, rounded up to a multiple of 32. `shown` is
+        // the mask (B, L) of the text tokens that attention reads: a text's own tokens, and its padding up to a
+        // multiple of 32. None if attention reads all L tokens.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             // After a text's last token, the model's padding token replaces the embeddings of the padding. The mask

@@ -15,7 +15,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// Quantization-aware training: the name of a layer's learned scales among the layer's parameters.
+/// The name, after the layer's, of learned factors on scales (quantization-aware training); variables hold logarithms.
 const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
@@ -34,9 +34,8 @@ struct Member {
     adapter: Arc<dyn Adapter>,
     /// The adapter's variables by name, views of the set's buffer.
     parameters: Parameters<Var>,
-    /// With quantization-aware training, the logarithms of the learned factors on the scales of the rounded weight;
-    /// None if no factors are learned.
-    scales: Option<Var>,
+    /// With quantization-aware training, the logarithms of learned factors on the rounded weight's scales, if any.
+    log_factors: Option<Var>,
 }
 
 impl Member {
@@ -110,7 +109,7 @@ impl AdapterSet {
             let names: Vec<&str> = layers.iter().take(6).map(|(n, _)| n.as_str()).collect();
             let excluded = match config.exclude_modules.as_slice() {
                 [] => String::new(),
-                excluded => format!(" that exclude_modules {excluded:?} leave"),
+                excluded => format!(" that exclude_modules {excluded:?} leave"), // after "match no layer"
             };
             return Err(Error::Config(format!(
                 "add_adapter: target_modules {:?} match no layer{excluded}; layers are named like {}",
@@ -188,13 +187,13 @@ impl AdapterSet {
         for Planned { name, layer, kind, settings, values } in planned {
             let parameters: Parameters<Var> =
                 values.iter().map(|(name, _)| *name).zip(vars.by_ref().take(values.len())).collect();
-            let scales = if grid_of_learned_scales.is_some() { vars.next() } else { None };
+            let log_factors = if grid_of_learned_scales.is_some() { vars.next() } else { None };
             let base = layer.base();
             let mut adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
             if let Some(grid) = config.qat {
                 let rounding = QuantizationAware::over(adapter, &base, &settings, grid);
                 let rounding = rounding.map_err(|e| at_layer(name, e))?;
-                adapter = Box::new(rounding.with_activations(config.qat_activations).with_scales(scales.clone()));
+                adapter = Box::new(rounding.with_activations(config.qat_activations).with_scales(log_factors.clone()));
             }
             members.push(Member {
                 name: name.to_string(),
@@ -206,7 +205,7 @@ impl AdapterSet {
                 slot: layer.slot().clone(),
                 adapter: adapter.into(),
                 parameters,
-                scales,
+                log_factors,
             });
         }
         let set = Self { config, members, buffer };
@@ -236,8 +235,8 @@ impl AdapterSet {
         self.members
             .iter()
             .flat_map(|m| {
-                let scales = m.scales.iter().map(|var| (SCALES, var));
-                let all = m.parameters.iter().map(|(suffix, var)| (*suffix, var)).chain(scales);
+                let log_factors = m.log_factors.iter().map(|var| (SCALES, var));
+                let all = m.parameters.iter().map(|(suffix, var)| (*suffix, var)).chain(log_factors);
                 all.map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone()))
             })
             .collect()
@@ -249,7 +248,7 @@ impl AdapterSet {
     /// # Errors
     /// The errors of the operations on tensors.
     pub fn scales(&self) -> Result<Vec<(&str, Tensor)>> {
-        let learned = self.members.iter().filter_map(|m| Some((m.name.as_str(), m.scales.as_ref()?)));
+        let learned = self.members.iter().filter_map(|m| Some((m.name.as_str(), m.log_factors.as_ref()?)));
         learned.map(|(name, var)| Ok((name, var.detach().exp()?))).collect()
     }
 
@@ -262,7 +261,7 @@ impl AdapterSet {
     pub fn set_scales(&self, factors: &BTreeMap<String, Tensor>) -> Result<()> {
         let mut updates = Vec::new();
         for member in &self.members {
-            let Some((var, value)) = member.scales.as_ref().zip(factors.get(&member.name)) else { continue };
+            let Some((var, value)) = member.log_factors.as_ref().zip(factors.get(&member.name)) else { continue };
             if value.dims() != var.dims() {
                 let text = format!("{}.{SCALES} has shape {:?}, expected {:?}", member.name, value.dims(), var.dims());
                 return Err(Error::shape("load_adapter", text));
@@ -293,6 +292,7 @@ impl AdapterSet {
                     .parameters
                     .iter()
                     .map(|(name, var)| {
+                        // Every name is one of the kind's, so the default is never used.
                         let (_, layout) = m.kind.parameter(name).unwrap_or((name, super::Layout::Same));
                         Ok((*name, layout.to_file(&base, &var.detach())?))
                     })
@@ -341,6 +341,7 @@ impl AdapterSet {
         for member in &self.members {
             let given = &values[&member.name];
             let loaded = in_memory(&member.name, member.kind, &member.base(), &given.parameters)?;
+            // Both have the order of the kind's parameters, and the same names.
             for ((name, value), (_, var)) in loaded.into_iter().zip(&member.parameters) {
                 if value.dims() != var.dims() {
                     return Err(Error::shape(
@@ -404,8 +405,7 @@ impl AdapterSet {
             // A rank of 0 means that the adapter has no rank.
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Either the file or this set has parameters that the other does not. The caller returns the error for
-                // this.
+                // Either the file or this set has parameters that the other lacks. The caller returns this error.
                 continue;
             }
             // Files store f32, so equal scales may differ a little.

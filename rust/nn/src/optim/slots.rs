@@ -59,7 +59,7 @@ impl Slots {
         participants: impl Iterator<Item = usize> + Clone,
     ) -> Option<(Self, Vec<usize>)> {
         let count = self.group_of.len();
-        // For each slot, the number of its variables that are not empty, and of those that take part.
+        // For each slot, how many of its variables are not empty, and how many take part.
         let (mut nonempty, mut taking_part) = (vec![0usize; count], vec![0usize; count]);
         for (&slot, _) in self.of.iter().zip(vars).filter(|(_, var)| var.elem_count() > 0) {
             nonempty[slot] += 1;

@@ -66,12 +66,12 @@ pub fn scaled_dot_product_attention(
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);
     }
-    // The shape of the scores.
-    let mut scores = q.dims().to_vec();
-    scores[rank - 1] = k.dims()[rank - 2];
+    let mut score_dims = q.dims().to_vec();
+    score_dims[rank - 1] = k.dims()[rank - 2];
     let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;
     // A group of 1: each head of queries has its own head of keys and values.
-    let attention = cpu::Attention { scores, scale, visible_keys: cpu::VisibleKeys::of(is_causal), group: 1 };
+    let attention =
+        cpu::Attention { scores: score_dims, scale, visible_keys: cpu::VisibleKeys::of(is_causal), group: 1 };
     record_with_aux(
         &ATTENTION,
         &[q, k, v],
@@ -122,9 +122,9 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
         super::linear::same_kind(op, q, name, other)?;
     }
     let Some(mask) = mask else { return Ok(()) };
-    let mut scores = q.dims().to_vec();
-    scores[rank - 1] = keys;
-    check_mask(op, q, mask, &scores)
+    let mut score_dims = q.dims().to_vec();
+    score_dims[rank - 1] = keys;
+    check_mask(op, q, mask, &score_dims)
 }
 
 /// Checks that a mask broadcasts to the shape `scores` of the scores, is u8 or floating point, and is on the device of

@@ -38,7 +38,7 @@ pub struct WholeTable {
 }
 
 impl WholeTable {
-    /// Makes the table of the variables `known`. `extents` has an entry for each variable.
+    /// Makes the table of the variables `known`. `extents` has an entry for each variable, in the same order.
     ///
     /// # Errors
     /// [`Error::Shape`] if one of the dimensions that kernels read has 2^32 elements or more, [`Error::OutOfMemory`] if
@@ -66,9 +66,9 @@ impl WholeTable {
 }
 
 /// Makes the structure that kernels read for a variable, from the addresses of the variable's values, its gradient, its
-/// 16-bit copy (0 if there is none) and its scratch memory. The structure's field `first` is the size of the first
-/// dimension; `rows` and `columns` are the sizes of the last two dimensions. The size of a dimension that does not
-/// exist is 1.
+/// 16-bit copy (0 if there is none) and its scratch memory. The structure's field `count` is the number of elements of
+/// the variable, `first` is the size of the first dimension, and `rows` and `columns` are the sizes of the last two
+/// dimensions. The size of a dimension that does not exist is 1.
 fn structure(
     op: &'static str,
     [params, grads, copy]: [Address; 3],

@@ -11,7 +11,7 @@ use crate::ops::rows;
 
 /// Returns the norm of the rows of `x`; and, for each row, the mean and 1/√(var + eps). This is layer norm with
 /// `CENTER`, RMS norm without: the mean then counts as 0 in the result and in var, and the vector of means is empty.
-/// `weight` has the factors of the normalised values, `bias` the shifts, both (samples, len).
+/// `weight` has the factors of the normalised values (the scale), `bias` has the shifts, both (samples, len).
 pub(super) fn forward<T: Elem, const CENTER: bool>(
     size: Size,
     x: &[T],
@@ -143,11 +143,11 @@ impl<T: Elem> BackwardPass<'_, T> {
             // dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)), where w is the scale and x̂ = (x - mean) rstd; without
             // `CENTER`, the term mean(g w) is missing.
             let scale = &self.scale[self.size.parameters(row)];
-            let mean_g =
+            let mean_gw =
                 if CENTER { rows::sum_pairs(g, scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
-            let mean_dot = rows::sum_triples(x, g, scale, |x, g: T, w| g.to_acc() * w * normalised(x)) / count;
+            let mean_gwx = rows::sum_triples(x, g, scale, |x, g: T, w| g.to_acc() * w * normalised(x)) / count;
             for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(scale)) {
-                o.write(T::from_acc(rstd * (g.to_acc() * *w - mean_g - normalised(*x) * mean_dot)));
+                o.write(T::from_acc(rstd * (g.to_acc() * *w - mean_gw - normalised(*x) * mean_gwx)));
             }
         }
     }
