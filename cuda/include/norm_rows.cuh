@@ -52,7 +52,8 @@ template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
 
-// The factors of the normalized x, from element `at` of `weight` on. Without a weight, `load_parameter` returns 1, its argument.
+// The factors of the normalized x, from element `at` of `weight` on. Without a weight, which MODULATED always has, `load_parameter` returns
+// 1, its argument.
 template <typename T, Kind KIND, int N>
 __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
     load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);
@@ -60,8 +61,9 @@ __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&
     for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
 }
 
-// Normalizes the rows of x, or, unless `residual` is null, those of x + residual, rounded to T, which it also writes to `sum`. Writes
-// each row's mean (if the norm subtracts it) and `rstd`, the reciprocal of its root mean square or standard deviation (with eps).
+// Normalizes the rows of x. Unless `residual` is null, it first adds `residual` to x, rounds the sum to T, writes it to `sum`, and
+// normalizes its rows instead. Writes each row's mean (if the norm subtracts it) and `rstd`, the reciprocal of its root mean square or
+// standard deviation (with eps).
 // Then calls write(row, values, normalized) for each row: `values` is the NormRow, and normalized(place, at, result) computes the results
 // of its pack at `place`, whose first element has the index `at`. All threads of the team call `write`. `shared` is shared memory for
 // `team_sum`.

@@ -108,7 +108,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
 // `column_scales` (2 width), or by its only element if `is_one_scale`. `grad` (rows, width) is the gradient of the GEGLU's result.
 // Launch: block (threads, threads == 32 ? 4 : 1), where threads = clamp(32 ceil(width / (64 WIDE)), 32, TEAM) is the size of a team, with
 // WIDE = 8 (f16, bf16) or 4 (f32) and TEAM = 512; grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory. This is the launch
-// that rows.cuh gives, with HELD = 2.
+// that rows.cuh gives for HELD = 2 packs of WIDE elements, which are HELD_PACKS packs of N.
 #define DEFINE_GEGLU_CODES(SUFFIX, T)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_forward_##SUFFIX(const T *x, uint32_t rows, uint32_t width,  \
                                                                                        uint32_t is_int8, uint8_t *codes, float *scales) { \

@@ -15,9 +15,9 @@
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
 // Indices of `WholeStep::shared`. Kept between steps are the estimate (D), the largest estimate (D_MAX), the numerator of the estimate and
-// the number of steps taken. The other three are those of one step: the two sums over all variables (PROGRESS, the rate times
-// sum(g * (start - p)), and DISTANCE, sum(|s|)), and the step size of the parameters (RATE), which is 0 if the step leaves the parameters
-// as they are.
+// the number of steps that computed an estimate (STEPS). The other three are those of one step: the two sums over all variables
+// (PROGRESS, the rate times sum(g * (start - p)), and DISTANCE, sum(|s|)), and the step size of the parameters (RATE), which is 0 if the
+// step leaves the parameters as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, RATE };
 
 // The step size of this step: the estimate times the learning rate, with bias correction. Call this before `shared` counts the step and
@@ -100,7 +100,7 @@ static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &eleme
     const float *const mean = states[3] == nullptr ? nullptr : elements.state(states[3], 3);
     for_each(elements.variable.count, [&](uint64_t i) {
         const float p = elements.param(i);
-        // With a first beta of 0, the mean would be d times the gradient; it is computed here instead of kept.
+        // With a first beta of 0 there is no mean. As in prodigyopt, d times the gradient takes its place, where d is the new estimate.
         const float direction = mean != nullptr ? mean[i] : scale * (elements.grad(i) + l2 * p);
         elements.set(i, p - decay * p - step_size * direction / (sqrtf(square[i]) + eps));
         elements.clear(i);

@@ -77,10 +77,10 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
 /// For each of `terms` (dst, a, b), writes `alpha` times the matrix product of `a` and `b` to `dst`, or adds it if
 /// `accumulate`: does on a CUDA device what [`cpu::write_products`](crate::cpu::write_products) does on the CPU.
 ///
-/// If products of low rank are added, the kernels of `low_rank` compute them, as far as they support the matrices. One
-/// call of cuBLAS computes other products, if these have the same shapes, layouts and dtypes: as one larger product if
-/// they share an operand and their other matrices are adjacent in memory, or as a batch if all matrices are evenly
-/// spaced. Otherwise each product is a call of cuBLAS.
+/// If products of low rank are added, the kernels of `low_rank` compute them, provided that they support all matrices.
+/// Otherwise one call of cuBLAS computes all products, if these have the same shapes, layouts and dtypes: as one larger
+/// product if they share an operand and their other matrices are adjacent in memory, or as a batch if all matrices are
+/// evenly spaced. Failing that, each product is a call of cuBLAS.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));

@@ -83,7 +83,7 @@ impl Weight {
         WeightRef::from(self).dtype()
     }
 
-    /// The device.
+    /// The device on which operations use the weight.
     pub fn device(&self) -> &Device {
         WeightRef::from(self).device()
     }
@@ -137,7 +137,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// The device.
+    /// The device on which operations use the weight.
     pub fn device(self) -> &'a Device {
         match self {
             Self::Plain(tensor) => tensor.device(),

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use trainable_candle_core::ops::cayley::size_of;
+use trainable_candle_core::ops::cayley;
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
@@ -101,7 +101,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let signs = found.filter(|module_and_place| !is_same_in_both(module_and_place));
     let mixes_styles = mixes_kohya_names(signs.map(|(_, place)| place.style));
     let mut modules = Vec::new();
-    // The index of each module's part; `None` if no part has the module.
+    // For each report in `modules`, the index of the module's part; `None` if no part has the module.
     let mut owners = Vec::new();
     for (module, stored) in &contents.modules {
         let Some(place) = places.get(module) else {
@@ -167,6 +167,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let tools = tools_of(parts, &owners);
     for (module, owner) in modules.iter_mut().zip(&owners) {
         let readers = owner.map_or_else(Default::default, |part| parts[part].names.readers);
+        // Tools without a reader for the module's part. A module of no part has a `layer` of `None` instead.
         let unread = tools.iter().filter(|&&tool| owner.is_some() && readers.iter().all(|reader| reader.tool != tool));
         module.ignored_by.extend(unread.map(|&tool| (tool, "it does not support this model")));
     }
@@ -232,7 +233,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
         let Some(value) = values.parameters.get(name) else { continue };
         // The number of rows of a block.
         let size = match *value.dims() {
-            [_, elements] => size_of(elements),
+            [_, elements] => cayley::size_of(elements),
             [_, size, columns] if size == columns => Some(size),
             _ => None,
         };

@@ -171,8 +171,9 @@ impl Architecture for ChromaTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    // All linear layers in the blocks, and no matrices outside of them (`rows`). None of the layers computes a
-    // modulation, because the approximator does. With 8-bit products (`multiplied`), no layer is excluded either.
+    // All linear layers in the blocks. The other lists are empty: every layer in a block is quantized, also with 8-bit
+    // products (`unquantized`, `multiplied`), no matrix outside of the blocks is (`rows`), and no layer of a block
+    // computes a modulation (`modulation`), because the approximator does.
     const QUANTIZABLE: Quantizable =
         Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], ..Quantizable::NOTHING };
 

@@ -53,6 +53,7 @@ impl FeedForward {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let hidden = tokens * self.w2.in_features();
+        // The input of `inner` is a norm's result, which selective checkpointing recomputes.
         let is_input_cheap = true;
         // The pairs are the number of values of the layers' input and the number of tokens. The network's input is as
         // wide as its output, the result of `w2`.

@@ -10,10 +10,10 @@ use crate::pretrained::{
     CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed,
 };
 
-/// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
-/// have the prefix and the naming of `original`.
-pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
-    match original {
+/// The keys of the transformer's parameters in a diffusers folder (`checkpoint` is `None`), or in a checkpoint whose
+/// keys have the prefix and the naming of `checkpoint`.
+pub(super) fn layout(checkpoint: Option<CheckpointNaming>) -> Box<dyn Layout> {
+    match checkpoint {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
         // No file of this transformer has llama.cpp's names.
         Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
@@ -80,10 +80,10 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 /// is a variant or a relative of Z-Image that is not supported.
 pub(super) fn deduce(
     files: &WeightFiles,
-    original: CheckpointNaming,
+    checkpoint: CheckpointNaming,
     known: Vec<ZImageConfig>,
 ) -> Result<ZImageConfig> {
-    let sizes = StoredSizes::new(files, layout(Some(original)));
+    let sizes = StoredSizes::new(files, layout(Some(checkpoint)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     // Whether the file is of a model that is not supported, and the name of this model.
     let relatives = [

@@ -146,8 +146,8 @@ impl Rotary {
         }
     }
 
-    /// `count` heads of `tokens`, a tensor of N rows of adjacent heads, from head `first` on: (N, count, width). A view
-    /// if `tokens` is dense.
+    /// `count` heads of `tokens`, from head `first` on: (N, count, width). A row of `tokens` has the heads of one token
+    /// side by side. The result is a view if `tokens` is dense.
     fn part(&self, tokens: &Raw, first: usize, count: usize) -> Result<Raw> {
         let (rows, columns) = (tokens.dims()[0], tokens.dims()[1]);
         Ok(tokens.reshape((rows, columns / self.width, self.width))?.narrow(1, first, count)?)

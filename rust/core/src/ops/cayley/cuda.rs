@@ -11,8 +11,8 @@ use crate::{DType, Error, Raw, Result};
 /// Bytes of shared memory that a block of threads may use on every supported GPU.
 const SHARED: usize = 96 << 10;
 
-/// The launch shape for `count` matrices: one block of threads per matrix, or fewer where a grid cannot have as many.
-/// The shared memory of a block holds two matrices.
+/// The launch shape for `count` matrices: one block of threads per matrix, or fewer blocks where a grid cannot have as
+/// many. The shared memory of a block holds two matrices.
 fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
     let shared = 2 * size * size * if dtype == DType::F64 { 8 } else { 4 };
     if shared > SHARED {

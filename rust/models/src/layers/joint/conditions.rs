@@ -41,7 +41,7 @@ impl TimeTextEmbedding {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(sizes: ConditionSizes, weights: &mut Weights<'_>) -> Result<Self> {
-        // Two linear layers with the names in `LINEAR`, from `width` over `dim` to `dim` features.
+        // Two linear layers with the names in `LINEAR`: from `width` to `dim` features, then from `dim` to `dim`.
         let mut embedding = |name, width| {
             TimestepEmbedding::named(LINEAR, [width, sizes.dim, sizes.dim], sizes.bias, &mut weights.pp(name))
         };

@@ -21,7 +21,7 @@ fn oracle(a: &Raw, b: &Raw) -> Raw {
 fn assert_close(found: &Raw, expected: &Raw, k: usize) {
     assert_eq!(found.dims(), expected.dims());
     // The relative error: in bf16 and f16, that of rounding the result, because their sums are in f32; otherwise, that
-    // of adding k products.
+    // of adding k products. In f64 it is twice as large, because the expected value has the same error.
     let unit = match found.dtype() {
         DType::BF16 => 2f64.powi(-8),
         DType::F16 => 2f64.powi(-11),

@@ -170,7 +170,9 @@ impl Sizes {
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
             return None;
         }
-        // `tap_step` is not positive, so the last tap reads the first pixel.
+        // `tap_step` is not positive, so the last tap reads the pixel with the smallest coordinate: `lower` for the
+        // first pixel of the phase, lower + pixels - 1 for the last. `upper` is the latter minus the last coordinate of
+        // the gradient, output - 1.
         let lower = axes.map(|axis| axis.origin + (axis.taps - 1) * axis.tap_step);
         let upper = [0, 1].map(|i| lower[i] + axes[i].pixels - i64::from(self.output[i]));
         Some(Windows { lower, upper, stride: [1, 1] })

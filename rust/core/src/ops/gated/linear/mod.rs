@@ -26,7 +26,7 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Shape`] if the number of
-/// the maps' results is odd, [`Error::Argument`] if the base needs a gradient or a scale is not finite.
+/// output features is odd, [`Error::Argument`] if the base needs a gradient or a scale is not finite.
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
@@ -99,6 +99,7 @@ impl Maps {
 pub(super) struct Late<S> {
     /// x Aᵀ of all adapters side by side.
     pub hidden: S,
+    /// For each adapter, its product of `hidden` and Bᵀ, not yet computed.
     pub products: SmallVec<[LastProduct<S>; 2]>,
 }
 
@@ -116,8 +117,8 @@ impl Late<Saved> {
 impl Late<Raw> {
     /// The sum of y (rows, 2 n) and the late products, in new storage.
     pub fn added_to(&self, y: &Raw) -> Result<Raw> {
-        // `columns` and `ranks` have the first index and the number of an adapter's columns, in y and in `hidden`.
         let sum = own_copy(y)?;
+        // The first index and the number of an adapter's columns: `columns` in y, `ranks` in `hidden`.
         for LastProduct { up, columns, ranks, scale } in &self.products {
             let target = sum.narrow(1, columns[0], columns[1])?;
             let hidden = self.hidden.narrow(1, ranks[0], ranks[1])?;
