@@ -32,7 +32,7 @@ use crate::registry::ModelKind;
 /// The model's name in errors.
 const OP: &str = "CausalLM";
 
-/// The registry entry of language models. In messages about a wrong file, keys that begin with `model.layers.` show that
-/// the file has a language model.
+/// The registry entry of language models. Messages about a wrong file name a language model if keys begin with
+/// `model.layers.`.
 pub static KIND: ModelKind =
     ModelKind::of::<CausalLM>(OP, ("a language model", "model.layers."), &config::CLASS_NAMES, "model.safetensors");
