@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,10 @@ def base(name: str, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def configure(
-    name: str, base: Path, sdxl_folder: Path, tmp_path: Path
+    configure: Callable[..., TrainConfig], name: str, base: Path
 ) -> Callable[..., TrainConfig]:
-    """Return a function that makes a configuration; its arguments replace small defaults."""
-
-    def configure(**given: Any) -> TrainConfig:
-        settings = {
-            "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "device": "cpu",
-            "precision": "f32", "output": str(tmp_path / "out"),
-        } | given  # fmt: skip
-        return TrainConfig(model=name, weights=str(base), dataset=str(sdxl_folder), **settings)
-
-    return configure
+    """Return the function of conftest.py with the arguments for the family."""
+    return partial(configure, name, base)
 
 
 def test_a_run_trains_on_images_and_writes_an_adapter(

@@ -31,14 +31,13 @@ class Spy:
 
 
 @pytest.fixture
-def train(sdxl_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Return a function that trains, and returns the scales in each call of the transformer.
-
-    The data set is `sdxl_folder`, a folder of images with captions that suits every image model.
-    """
+def train(
+    configure: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Train:
+    """Return a function that trains, and returns the scales in each call of the transformer."""
     predict = Flux.predict
 
-    def train(weights: Path, **given: Any) -> list[list[float] | None]:
+    def train(weights: Path, model: str = "flux", **given: Any) -> list[list[float] | None]:
         seen: list[list[float] | None] = []
 
         def spied(self: Flux, *arguments: Any) -> tc.Tensor:
@@ -49,13 +48,9 @@ def train(sdxl_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 return predict(self, *arguments)
 
         monkeypatch.setattr(Flux, "predict", spied)
-        settings = {"model": "flux", "steps": 2, "batch_size": 2, "rank": 2, "resolution": 32,
-                    "max_side": 48, "cache": "memory", "save_every": 0}  # fmt: skip
-        train_adapter(
-            TrainConfig(weights=str(weights), dataset=str(sdxl_folder), device="cpu",
-                        output=str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"),
-                        **settings | given)
-        )  # fmt: skip
+        output = f"out{len(list(tmp_path.iterdir()))}"
+        settings = {"steps": 2, "batch_size": 2, "save_every": 0}
+        train_adapter(configure(model, weights, output, **settings | given))
         return seen
 
     return train

@@ -1,5 +1,6 @@
 """Flow models compute nearly the same on a CUDA device as on the CPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def test_hidden_states_of_padded_texts_are_near_those_of_the_cpu(
 
 @pytest.mark.parametrize("name", ["chroma", "zimage", "flux2", "qwen-image"])
 def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
-    gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
+    gpu: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    configure: Callable[..., TrainConfig],
+    tmp_path: Path,
 ) -> None:
     """Previews between the steps, which turn the training adapter off, do not change the losses.
 
@@ -46,15 +51,8 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
     def losses(output: str, device: str, **given: Any) -> list[float]:
-        settings = {
-            "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "precision": "f32",
-            "steps": 6, "sample_prompts": ["a"], "sample_steps": 2, "sample_every": 3,
-        } | given  # fmt: skip
-        config = TrainConfig(
-            model=name, weights=str(base), dataset=str(sdxl_folder), device=device,
-            output=str(tmp_path / output), **settings,
-        )  # fmt: skip
-        train_adapter(config)
+        settings = {"steps": 6, "sample_prompts": ["a"], "sample_steps": 2, "sample_every": 3}
+        train_adapter(configure(name, base, output, device=device, **settings | given))
         return [float(row["loss"]) for row in read_log(tmp_path / output / "train.csv")]
 
     # The adapter of a short first run is the training adapter of the two compared runs. A

@@ -5,6 +5,7 @@ The tests check the files in ComfyUI's format, and the losses and notes that `me
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +172,14 @@ def test_impossible_outputs_are_errors_before_the_data_set_is_read(
 )
 def test_a_note_appears_unless_the_merge_quantizes_as_the_training_did(
     flux_base: Path,
-    sdxl_folder: Path,
+    configure: Callable[..., TrainConfig],
     tmp_path: Path,
     settings: dict[str, str],
     flags: list[str],
     note: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = train_adapter(
-        TrainConfig(
-            model="flux", weights=str(flux_base), dataset=str(sdxl_folder), steps=1, rank=2,
-            resolution=32, cache="memory", device="cpu", precision="f32",
-            output=str(tmp_path / "run"), **settings,
-        )
-    )  # fmt: skip
+    result = train_adapter(configure("flux", flux_base, steps=1, **settings))
     capsys.readouterr()
     given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(result.adapter_path)]
     assert merge(given, tmp_path / "merged.safetensors", *flags) == 0

@@ -1,5 +1,6 @@
 """Every optimizer trains a flow model, and a run that resumes has equal bits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,20 @@ def values(adapter: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_trains_flux_and_resumes_bit_for_bit(
-    optimizer: str, flux_base: Path, sdxl_folder: Path, cache: Path, tmp_path: Path
+    optimizer: str,
+    flux_base: Path,
+    configure: Callable[..., TrainConfig],
+    cache: Path,
+    tmp_path: Path,
 ) -> None:
-    def train(output: str, **given: Any) -> TrainConfig:
-        config = TrainConfig(
-            model="flux", weights=str(flux_base), dataset=str(sdxl_folder), device="cpu",
-            precision="f32", resolution=32, max_side=48, rank=4, cache_dir=str(cache),
-            optimizer=optimizer, optimizer_args=ARGUMENTS.get(optimizer, []), steps=4, save_every=2,
+    def train(output: str, **given: Any) -> None:
+        config = configure(
+            "flux", flux_base, output, cache="disk", cache_dir=str(cache), optimizer=optimizer,
+            optimizer_args=ARGUMENTS.get(optimizer, []), steps=4, save_every=2,
             learning_rate=RATES.get(optimizer, 1e-2), validation_split=0.125, validate_every=4,
-            output=str(tmp_path / output), **given,
+            **given,
         )  # fmt: skip
         train_adapter(config, progress=False, report=lambda _: None)
-        return config
 
     train("unbroken")
     rows = read_json_log(tmp_path / "unbroken" / "train.jsonl")

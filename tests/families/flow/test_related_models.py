@@ -18,14 +18,11 @@ PREFIX = "model.diffusion_model."
 
 
 @pytest.fixture
-def train(sdxl_folder: Path, tmp_path: Path) -> Callable[[str, Path], None]:
+def train(configure: Callable[..., TrainConfig]) -> Callable[[str, Path], None]:
     """Return a function that starts to train a family on weights."""
 
     def train(model: str, weights: Path) -> None:
-        train_adapter(
-            TrainConfig(model=model, weights=str(weights), dataset=str(sdxl_folder), device="cpu",
-                        output=str(tmp_path / "out"), steps=1, resolution=32)
-        )  # fmt: skip
+        train_adapter(configure(model, weights, steps=1))
 
     return train
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -135,17 +136,12 @@ def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
     name: str,
     rate: float,
     norm: float | None,
-    sdxl_folder: Path,
+    configure: Callable[..., TrainConfig],
     request: pytest.FixtureRequest,
-    tmp_path: Path,
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
-    config = TrainConfig(
-        model=name, weights=str(base), dataset=str(sdxl_folder), output=str(tmp_path / "out"),
-        resolution=32, max_side=48, cache="memory", steps=1, device="cpu", precision="f32",
-    )  # fmt: skip
-    train_adapter(config)
-    used = TrainConfig.from_yaml(tmp_path / "out" / "config.yaml")
+    run = train_adapter(configure(name, base, steps=1))
+    used = TrainConfig.from_yaml(run.output / "config.yaml")
     assert (used.rate, used.max_grad_norm) == (rate, norm)
 
 
