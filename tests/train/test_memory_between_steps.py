@@ -16,6 +16,8 @@ from trainable_candle.tasks.latent.prepared import PreparedLatents
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.state import checkpoint_path
 
+from .test_estimate import estimated_items
+
 
 class Held(Callback):
     """Records the bytes of the tape and of the optimizer's states after each step."""
@@ -29,10 +31,8 @@ class Held(Callback):
 
 
 def estimated(config: TrainConfig) -> dict[str, int]:
-    """Return the estimated bytes of each item of training by its purpose."""
-    task = Digits(Path(str(config.weights)), "f32", "cpu", config).task()
-    estimate = task.estimate(config, task.read(lambda _: None))
-    return {item.what: item.bytes for item in estimate.phases["training"]}
+    """Return the estimated bytes of each item of training, such as `model optimizer`."""
+    return estimated_items(Digits(Path(str(config.weights)), "f32", "cpu", config).task())
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_first_step_holds_what_later_steps_hold(config: TrainConfig, optimiz
     # Prodigy makes its states in the first step with a learning rate above 0.
     config = config.with_(optimizer=optimizer, steps=4, warmup_steps=0)
     train_adapter(config, callbacks=[held], progress=False, report=lambda _: None)
-    assert held.bytes == 4 * [(0, estimated(config)["optimizer"])]
+    assert held.bytes == 4 * [(0, estimated(config)["model optimizer"])]
 
 
 def test_a_validation_keeps_nothing_on_the_tape(
@@ -70,7 +70,7 @@ def test_a_validation_keeps_nothing_on_the_tape(
     assert len(in_steps) == 2
     assert len(in_validations) >= 2
     assert not any(in_validations)
-    assert max(in_steps) == pytest.approx(estimated(config)["activations"], rel=0.2)
+    assert max(in_steps) == pytest.approx(estimated(config)["model activations"], rel=0.2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
@@ -86,10 +86,10 @@ def test_a_checkpoint_copies_the_adapter_and_the_states_that_the_estimate_counts
     parameters, states = (
         tc.load_file(folder / f"{name}.safetensors") for name in ("parameters", "optimizer")
     )
-    assert sum(tensor.nbytes for tensor in parameters.values()) == items["adapter"]
+    assert sum(tensor.nbytes for tensor in parameters.values()) == items["model adapter"]
     # The names of a variable's states begin with its number. Other tensors, such as the number of
     # steps, are in host memory.
     of_variables = [tensor.nbytes for name, tensor in states.items() if name[0].isdecimal()]
     # AdamW has two moments for each variable; AdamW8bit has codes and scales of each moment.
     assert len(of_variables) == (2 if optimizer == "adamw" else 4) * len(parameters)
-    assert sum(of_variables) == items["optimizer"]
+    assert sum(of_variables) == items["model optimizer"]
