@@ -1,7 +1,8 @@
 """Rounding to the values of a quantized format, and training with it (`qat`).
 
 `nn.functional.fake_quantize` against torchao (tests/golden/quantized) and `quantize`, and adapted
-layers that compute with rounded weights and inputs.
+layers that compute with rounded weights and inputs. For factors, which multiply the scales, see
+also test_fake_quantize_formulas.py.
 """
 
 from pathlib import Path
@@ -79,6 +80,39 @@ def test_rounded_values_are_representable_in_the_format(format: str) -> None:
         np.testing.assert_allclose(again, once.numpy(), rtol=3e-7)
 
 
+def test_int8_rounds_a_negated_value_to_the_negated_code() -> None:
+    """torchao's default, unlike this library, rounds the extremes 127.5 and -127.5 differently.
+
+    Its codes are -128 to 127 and its scale is max / 127.5, so they become 127 and -128.
+    """
+    values = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
+    found, negated = (F.fake_quantize(tc.tensor(x), "int8").numpy() for x in (values, -values))
+    np.testing.assert_array_equal(found, -negated)
+    # The largest magnitude of a row is a code, whatever its sign. With torchao's default, a
+    # positive one would become 127 / 127.5 of itself.
+    largest = np.abs(values).argmax(1)
+    rows = np.arange(len(values))
+    assert len(np.unique(np.sign(values[rows, largest]))) == 2
+    np.testing.assert_allclose(found[rows, largest], values[rows, largest], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_factors_of_one_change_no_bit(format: str, dtype: str) -> None:
+    random = np.random.default_rng(4)
+    values = tc.tensor(random.standard_normal((24, 128)).astype(np.float32)).to(dtype)
+    # int8 and fp8 have one scale for each row, which has 128 elements here.
+    group = {"int8": 128, "int4": 32, "fp8": 128, "nf4": 64}[format]
+    results = []
+    for factors in (None, tc.ones((values.numel() // group,))):
+        x = tc.Var(values)
+        y = F.fake_quantize(x, format, factors)
+        (y * y).sum().backward()
+        results.append([part.to("f32").numpy() for part in (y.detach(), x.grad)])
+    for plain, learned in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, learned)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_nan_stays_nan_and_leaves_later_rows_finite(format: str) -> None:
     values = matrix(6, 64)
@@ -100,6 +134,11 @@ def test_a_nan_stays_nan_and_leaves_later_rows_finite(format: str) -> None:
 def test_wrong_shapes_are_reported(shape: tuple[int, ...], format: str, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         F.fake_quantize(tc.zeros(shape), format)
+
+
+def test_a_wrong_number_of_factors_is_rejected() -> None:
+    with pytest.raises(ShapeError, match=r"found factors of shape \[8\], expected \(16,\)"):
+        F.fake_quantize(tc.zeros((8, 64)), "int4", tc.ones((8,)))
 
 
 def test_wrong_formats_and_dtypes_are_reported() -> None:
