@@ -220,6 +220,30 @@ def test_a_file_with_the_original_names_holds_the_same_model(
             family.kind.from_pretrained(bare)
 
 
+def test_sd3_medium_is_read_with_heads_of_64_features(tmp_path: Path) -> None:
+    """Without norms of queries and keys, the shapes do not show the number of heads."""
+    family = FAMILIES["sd3"]
+    config = json.loads((family.folder / "transformer" / "config.json").read_text())
+    config |= {"qk_norm": None, "dual_attention_layers": [], "attention_head_dim": 64,
+               "caption_projection_dim": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tc.manual_seed(0)
+    model = SD3Transformer.from_config(tmp_path / "config.json")
+    (tmp_path / "config.json").unlink()
+    tc.models.save_checkpoint(tmp_path / "original.safetensors", {"transformer": model})
+    # This file has no configurations in its header.
+    path = tmp_path / "bare.safetensors"
+    tc.save_file(tc.load_file(tmp_path / "original.safetensors"), path)
+    facts = tc.inspect(path)
+    assert facts.model == "sd3"
+    found = facts.parts["transformer"].config
+    assert (found["num_attention_heads"], found["attention_head_dim"]) == (2, 64)
+    assert found.get("qk_norm") is None
+    loaded = SD3Transformer.from_pretrained(path, dtype=model.dtype)
+    results = (family.predict(each).to("f32").numpy() for each in (loaded, model))
+    np.testing.assert_array_equal(*results)
+
+
 def test_the_padding_of_a_text_is_not_read() -> None:
     """The second sample depends neither on its padding nor on the length of the first text."""
     family = FAMILIES["zimage"]
