@@ -46,9 +46,17 @@ def test_separate_parts_give_the_latents_and_images_of_the_pipeline(
     np.testing.assert_array_equal(*(task.draw(["a"], options) for task in tasks))
 
 
-def test_weights_without_an_autoencoder_are_an_error_that_names_the_folder(
-    separate: tuple[Path, TrainConfig],
+def test_the_error_for_weights_without_an_autoencoder_names_the_flag(
+    separate: tuple[Path, TrainConfig], sdxl_file: Path, tmp_path: Path
 ) -> None:
-    weights, config = separate
-    with pytest.raises(tc.WeightsFormatError, match="it has no folder vae"):
-        families.load("sdxl", weights, "f32", "cpu", config.with_(vae=None))
+    folder, config = separate
+    shutil.copytree(sdxl_file.parent, tmp_path / "file")
+    file = tmp_path / "file" / sdxl_file.name
+    parts = {name: tc.models.load(sdxl_file, subfolder=name) for name in ("unet", *ENCODERS)}
+    tc.models.save_checkpoint(file, parts)
+    in_file = TrainConfig(vae=config.vae)
+    for weights, complete, missing in ((folder, config, "folder vae"), (file, in_file, "vae")):
+        message = f"it has no {missing}; give the files of these parts with --vae$"
+        with pytest.raises(tc.WeightsFormatError, match=message):
+            families.load("sdxl", weights, "f32", "cpu", complete.with_(vae=None))
+        families.load("sdxl", weights, "f32", "cpu", complete)

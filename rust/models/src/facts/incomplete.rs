@@ -10,17 +10,16 @@ use crate::pipelines::{self, Pipeline, Role};
 use crate::pretrained::{CONFIG, read_json};
 
 /// The error for a folder that lacks the parts `missing` (names of subfolders) of a pipeline. The folder of a single
-/// part has its configuration at the top; the message then names the part's class.
+/// part has its configuration at the top; the message then names the part's class. The message ends with the flags that
+/// give the missing parts, or, if the denoiser is missing, with what a model may be.
 pub(super) fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
     let content = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
-    let expected = "expected the folder of a diffusers pipeline, or a single .safetensors file";
-    let text = format!(
-        "it is not a model of {}{content}: it has no folder {}; {expected}",
-        pipeline.title,
-        missing.join(", ")
-    );
+    let expected = "; expected the folder of a diffusers pipeline, or a single .safetensors file";
+    let hint = flag_hint(pipeline, missing).unwrap_or_else(|| expected.to_owned());
+    let text =
+        format!("it is not a model of {}{content}: it has no folder {}{hint}", pipeline.title, missing.join(", "));
     Error::weights(path, text)
 }
 
