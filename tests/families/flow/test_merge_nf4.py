@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.families.merging import losses_in, make_adapter, merge
 
 import trainable_candle as tc
-from trainable_candle.cli import main
 from trainable_candle.families.pipeline.facts import DENOISERS
 
 FAMILIES = ("sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
@@ -32,21 +32,9 @@ def denoiser_of(folder: Path) -> str:
     return next(name for name in DENOISERS if (folder / name).is_dir())
 
 
-def make_adapter(folder: Path, path: Path) -> Path:
-    """Write a LoRA with random weights for the denoiser of a pipeline; return its file."""
-    model = tc.models.load(folder, subfolder=denoiser_of(folder), dtype="f32")
-    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-attention"))
-    tc.manual_seed(3)
-    for var in adapter.parameters():
-        var.set(tc.randn(var.shape) * 0.3)
-    adapter.save(path)
-    return path
-
-
 def merged(name: str, weights: Path, output: Path, *flags: str) -> int:
     """Run `merge`; return its exit status."""
-    given = ["merge", "--model", name, "--weights", str(weights), "--output", str(output)]
-    return main([*given, "--precision", "f32", *flags])
+    return merge(["--model", name, "--weights", str(weights)], output, *flags)
 
 
 def nf4(values: np.ndarray) -> np.ndarray:
@@ -69,7 +57,7 @@ def test_the_folder_holds_the_rounded_merged_weights(
 ) -> None:
     name, weights = base
     part = denoiser_of(weights)
-    adapter = make_adapter(weights, tmp_path / "adapter.safetensors")
+    adapter = make_adapter(weights, part, tmp_path / "adapter.safetensors")
     flags, output = ("--adapter", str(adapter)), tmp_path / "nf4"
     assert merged(name, weights, tmp_path / "plain", *flags) == 0
     assert merged(name, weights, output, *flags, "--to", "nf4") == 0
@@ -151,14 +139,14 @@ def test_the_losses_before_and_after_rounding_are_reported(
 ) -> None:
     """Rounding changes the loss, but by less than 20 %."""
     name, weights = base
-    adapter = make_adapter(weights, tmp_path / "adapter.safetensors")
+    adapter = make_adapter(weights, denoiser_of(weights), tmp_path / "adapter.safetensors")
     data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
     flags = ("--adapter", str(adapter), "--to", "nf4", *data)
     assert merged(name, weights, tmp_path / "nf4", *flags) == 0
-    line = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
-    assert line.startswith("adapter not merged ")
-    assert "merged and quantized" in line
-    before, after = (float(part.split()[-1]) for part in line.split(","))
+    printed = capsys.readouterr().out
+    assert "loss: adapter not merged " in printed
+    assert ", merged and quantized " in printed
+    before, after = losses_in(printed)
     assert after != before
     assert abs(after - before) < 0.2 * before
 
@@ -247,7 +235,7 @@ def test_diffusers_loads_the_same_weights(
 def test_notes_depend_on_the_stored_format_of_the_base(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = make_adapter(flux_base, tmp_path / "plain.safetensors")
+    adapter = make_adapter(flux_base, "transformer", tmp_path / "plain.safetensors")
     trained = tmp_path / "trained.safetensors"
     tc.save_file(tc.load_file(adapter), trained, {"trainable_candle.base_precision": "nf4"})
     flags = ("--adapter", str(trained))

@@ -3,67 +3,28 @@
 The tests check the files in ComfyUI's format, and the losses and notes that `merge` prints.
 """
 
-import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.families.merging import (
+    check_codes,
+    check_that_loading_keeps_codes,
+    losses_in,
+    make_adapter,
+    merge,
+    raw_tensors,
+)
 
 import trainable_candle as tc
-from trainable_candle.cli import main
 from trainable_candle.run import train_adapter
 from trainable_candle.train import TrainConfig
 
 # A fixture: a family's name, its pipeline's folder, a file with the transformer in the original
 # format, and settings with the files of the autoencoder and of the text encoders.
 from .test_parts import files  # noqa: F401
-
-# The largest value of a code.
-LARGEST = {"fp8": 448, "int8": 127}
-# The name of the dtype in a safetensors header, and the name of the format in ComfyUI.
-FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise")}
-
-
-def make_adapter(transformer: Path, path: Path) -> Path:
-    """Write a LoRA with nonzero factors for a transformer in diffusers' format."""
-    model = tc.models.load(transformer, dtype="f32")
-    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
-    tc.manual_seed(3)
-    for var in adapter.parameters():
-        var.set(tc.randn(var.shape) * 0.3)
-    adapter.save(path)
-    return path
-
-
-def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Read the dtype and the values of each tensor of a safetensors file; fp8 gives uint8 codes."""
-    data = path.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    dtypes = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8}
-    found = {}
-    for key, entry in header.items():
-        if key != "__metadata__":
-            start, end = (8 + size + offset for offset in entry["data_offsets"])
-            values = np.frombuffer(data[start:end], dtypes[entry["dtype"]])
-            found[key] = (entry["dtype"], values.reshape(entry["shape"]))
-    return found
-
-
-def e4m3(codes: np.ndarray) -> np.ndarray:
-    """Return the values of fp8 codes: a sign, four bits of exponent, three of fraction."""
-    bits = codes.astype(np.int64)
-    exponent, fraction = bits >> 3 & 15, bits & 7
-    normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    return np.where(exponent == 0, fraction / 8 * 2.0**-6, normal) * np.where(bits & 128, -1, 1)
-
-
-def merge(given: list[str], output: Path, *flags: str) -> int:
-    """Run `merge` in f32 and return the exit status."""
-    return main(["merge", *given, "--output", str(output), "--precision", "f32", *flags])
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
@@ -73,50 +34,18 @@ def test_files_have_comfyuis_format_and_loading_keeps_their_codes(
     to: str,
 ) -> None:
     name, base, weights, config = files
-    adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
+    adapter = make_adapter(base, "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(weights), "--adapter", str(adapter)]
     given += ["--vae", str(config.vae)]
     given += [part for path in config.text_encoder for part in ("--text-encoder", str(path))]
     plain, written = tmp_path / "plain.safetensors", tmp_path / "written.safetensors"
     assert merge(given, plain) == 0
     assert merge(given, written, "--to", to) == 0
-    expected, found = raw_tensors(plain), raw_tensors(written)
-    dtype_of_codes, format = FORMATS[to]
-    quantized = [key for key, (dtype, _) in found.items() if dtype == dtype_of_codes]
+    quantized = check_codes(plain, written, to)
     # Files in the original format join some of diffusers' layers, except those of Qwen-Image.
     has_joined_layers = any("qkv" in key or "linear1" in key for key in quantized)
     assert has_joined_layers == (name != "qwen-image")
-    for key in quantized:
-        prefix, values = key.removesuffix("weight"), expected[key][1]
-        scale = found[f"{prefix}weight_scale"][1]
-        # fp8 has one scale for each weight, int8 one for each row.
-        largest = np.abs(values).max() if to == "fp8" else np.abs(values).max(1, keepdims=True)
-        assert scale.shape == (() if to == "fp8" else (values.shape[0], 1))
-        np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
-        codes = found[key][1]
-        code_values = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Rounding errs by up to half a unit in the last place. fp8 has three fraction bits, so the
-        # error is at most 1/16 of the value, or 2^-10 scales for subnormal codes. For int8, it is
-        # at most half a scale.
-        limit = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
-        assert (np.abs(code_values * scale - values) <= limit * (1 + 1e-5)).all(), key
-        assert json.loads(found[f"{prefix}comfy_quant"][1].tobytes()) == {"format": format}
-    added = {f"{key.removesuffix('weight')}{end}" for key in quantized
-              for end in ("weight_scale", "comfy_quant")}  # fmt: skip
-    assert found.keys() - added == expected.keys()
-    for key in expected.keys() - set(quantized):
-        np.testing.assert_array_equal(found[key][1], expected[key][1], key)
-
-    # A model that is loaded with `quantize` set to the file's format keeps the file's codes. If it
-    # rounded the weights again, they could differ from those of the dequantized model.
-    read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
-    dequantized, stored = (
-        tc.models.load(written, **read, **more) for more in ({}, {"quantize": to})
-    )
-    stored_tensors = stored.named_tensors()
-    for key, tensor in dequantized.named_tensors().items():
-        if key in stored_tensors:
-            np.testing.assert_array_equal(stored_tensors[key].numpy(), tensor.numpy(), key)
+    check_that_loading_keeps_codes(written, "transformer", to)
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
@@ -129,12 +58,11 @@ def test_the_losses_before_and_after_merging_are_printed(
 ) -> None:
     """Merging and rounding change the loss, but by less than 10 %."""
     name, base, _, _ = files
-    adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
+    adapter = make_adapter(base, "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(base), "--adapter", str(adapter)]
     data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
     assert merge(given, tmp_path / "written.safetensors", "--to", to, *data) == 0
-    losses = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
-    before, after = (float(part.split()[-1]) for part in losses.split(","))
+    before, after = losses_in(capsys.readouterr().out)
     assert after != before
     assert abs(after - before) < 0.1 * before
 
@@ -213,7 +141,7 @@ def test_an_adapter_is_merged_into_a_quantized_file(
     """The merged file has only f32 weights: no codes, and no tensors that describe codes."""
     stored = tmp_path / "stored.safetensors"
     assert merge(["--model", "flux", "--weights", str(flux_base)], stored, "--to", "fp8") == 0
-    adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
+    adapter = make_adapter(flux_base, "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", "flux", "--weights", str(stored), "--adapter", str(adapter)]
     assert merge(given, tmp_path / "merged.safetensors") == 0
     assert "note: the base was dequantized from fp8" in capsys.readouterr().out
@@ -223,7 +151,7 @@ def test_an_adapter_is_merged_into_a_quantized_file(
 def test_a_note_is_printed_once_although_the_adapter_is_loaded_twice(
     flux_base: Path, sdxl_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = make_adapter(flux_base / "transformer", tmp_path / "plain.safetensors")
+    adapter = make_adapter(flux_base, "transformer", tmp_path / "plain.safetensors")
     path = tmp_path / "adapter.safetensors"
     metadata = {"trainable_candle.base_precision": "nf4"}
     tc.save_file(tc.load_file(adapter), path, metadata)
