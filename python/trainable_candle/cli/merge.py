@@ -116,10 +116,11 @@ def _quantize_image_model(task: LatentTask, given: Mapping[str, Any], output: Pa
     task.save_merged(output, given["to"])
 
     def load_merged() -> Task:
-        # A merged file has no tokenizers. So read only the denoiser from `output`, and everything
-        # else from --weights.
+        # A merged file has no tokenizers. So read only the changed parts from `output`, and
+        # everything else from --weights.
         merged = cast("LatentTask", _load_unadapted(given))
-        cast("PipelineFamily[Any]", merged.family).use_model(output)
+        family = cast("PipelineFamily[Any]", merged.family)
+        family.use_parts(output, {family.component, *task.adapted})
         return merged
 
     _compare(before, load_merged, given)

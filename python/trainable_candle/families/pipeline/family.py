@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle import _core
@@ -67,6 +68,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
     """The number of tokens of a caption that memory estimates assume."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
     """The class of `coder`."""
+    _replaced: Mapping[str, Path] = MappingProxyType({})
+    """The checkpoints from which parts are read instead of `weights`, by the names of the parts."""
 
     @property
     def facts(self) -> Facts:
@@ -193,17 +196,19 @@ class PipelineFamily(LatentFamily, Generic[E]):
         with multiplying_codes(self.config):  # `--w8a8`
             return load(**where, **self.config.streaming, dtype=self.dtype, device=self.device)
 
-    def use_model(self, path: Path) -> None:
-        """Use the denoiser of another checkpoint; the other parts stay the same.
+    def use_parts(self, path: Path, parts: Collection[str]) -> None:
+        """Use these parts of another checkpoint, dequantized; the other parts stay the same.
 
-        Raises:
-            MissingFileError, WeightsFormatError: the checkpoint has no denoiser of this family.
+        They are loaded on first use.
         """
-        where = source(path, self.component)
-        self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
+        self._replaced = dict.fromkeys(parts, path)
+        self.__dict__.pop("model", None)
+        self.drop_text_models()
 
     def source(self, part: str) -> Loading:
         """Return the arguments of `load` and `from_pretrained` for a part; see `Loading`."""
+        if part in self._replaced:
+            return {**source(self._replaced[part], part), "quantize": None}
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:

@@ -71,7 +71,7 @@ class LatentTask:
         self.family = family
         self._side: int | None = None
         """The resolution of the training data: the default side of drawn images."""
-        self._adapted: tuple[str, ...] = ()
+        self.adapted: tuple[str, ...] = ()
         """The parts that have adapters."""
         self._prompt_features: dict[str, dict[str, Tensor]] = {}
         """The text features of prompts, from before the text encoders were freed."""
@@ -261,7 +261,7 @@ class LatentTask:
                 model.enable_gradient_checkpointing(config.checkpointing, blocks=blocks)
         if config.training_adapter:
             self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
-        self._adapted = tuple(sets)
+        self.adapted = tuple(sets)
         return Adapters(sets, starts)
 
     @contextmanager
@@ -435,7 +435,7 @@ class LatentTask:
             name: self._part(name).load_adapter(path, scale=scale)
             for name in self.family.adapted_parts(path)
         }
-        self._adapted = tuple(sets)
+        self.adapted = tuple(sets)
         return Adapters(sets)
 
     def load_adapters(self, files: Sequence[tuple[Path, float]]) -> Adapters:
@@ -451,7 +451,7 @@ class LatentTask:
             for name in self.family.adapted_parts(path):
                 by_part.setdefault(name, []).append((path, scale))
         sets = {name: stacked(self._part(name), found) for name, found in by_part.items()}
-        self._adapted = tuple(sets)
+        self.adapted = tuple(sets)
         return Adapters(sets)
 
     def save_merged(self, output: Path, to: str | None = None) -> None:
@@ -468,7 +468,7 @@ class LatentTask:
                 needed, or the reverse; or the model cannot be quantized as `to` says.
             OSError: the model cannot be written.
         """
-        models = {name: self._part(name) for name in self._adapted}
+        models = {name: self._part(name) for name in self.adapted}
         for model in models.values():
             model.merge_adapter()
         if to is None:
