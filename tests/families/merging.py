@@ -40,11 +40,12 @@ def losses_in(printed: str) -> tuple[float, float]:
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Read the dtype and the values of each tensor of a safetensors file; fp8 gives uint8 codes."""
+    """Read the dtype and the values of each tensor of a safetensors file; fp8, bf16 give bits."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    dtypes = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8}
+    dtypes = {"F32": np.float32, "BF16": np.uint16, "U8": np.uint8, "I8": np.int8,
+              "F8_E4M3": np.uint8}  # fmt: skip
     found = {}
     for key, entry in header.items():
         if key != "__metadata__":
