@@ -59,7 +59,6 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         choices=(SAME, *FORMATS),  # SAME, the default, does not quantize.
         help=f"format of the model's linear layers: {', '.join(FORMATS)}",
     )
-    # A synonym of --precision.
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 

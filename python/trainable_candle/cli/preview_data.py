@@ -92,15 +92,12 @@ def make_parser(program: str) -> Parser:
         "--dataset", metavar="PATH", help="file or folder of examples, or a data set of the hub"
     )
     group.add_argument(
-        "--examples",
-        metavar="N",
-        type=whole(least=0),
-        help="number of examples to show (default: 3)",
+        "--examples", metavar="N", type=whole(0), help="number of examples to show (default: 3)"
     )
     group.add_argument(
         "--sequence-length",
         metavar="N",
-        type=whole(least=2),
+        type=whole(2),
         help="most tokens of an example (default: 2048, or the model's context if it is shorter)",
     )
     group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")

@@ -56,7 +56,7 @@ def continuation(program: str, arguments: Sequence[str]) -> str:
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags that `train` lacks. `whole(n)` reads whole numbers from n on."""
+    """Make the parser of the flags that `train` lacks."""
     parser = Parser(
         program,
         "Fine-tune a model in several processes of a Ray cluster. The options of "

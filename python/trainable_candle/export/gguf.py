@@ -66,8 +66,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
             up = paired(up, heads(config, name))
         tensors[f"{name}.weight.lora_a"] = factors.down
         tensors[f"{name}.weight.lora_b"] = up
-    # The metadata of the file.
-    facts: dict[str, Fact] = {
+    metadata: dict[str, Fact] = {
         "general.architecture": architecture_name,
         "general.type": "adapter",
         "adapter.type": "lora",
@@ -79,7 +78,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         for name, factor in tensors.items()
     ]
     content = BytesIO()
-    write(content, facts, entries)
+    write(content, metadata, entries)
     write_atomically(path, content.getvalue())
 
 

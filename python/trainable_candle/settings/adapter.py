@@ -54,7 +54,6 @@ class Adapter(Group):
         ),
         Condition(("qat_activations",), lambda c: c.qat in EIGHT_BITS, "--qat int8 or fp8"),
     )
-    # Checks `init` and `qat`.
     contradictions: ClassVar = (contradiction,)
 
     adapter: Annotated[
