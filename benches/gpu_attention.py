@@ -52,13 +52,17 @@ IMAGE = 64 * 64
 """The tokens of an image of 1024 x 1024 px: patches of 2 x 2 latents."""
 # Names, heads, tokens, features of a head. SDXL's UNet halves its 128 x 128 latents once, then
 # twice. Tokens beside those of the image are text.
-SIZES = (
+SDXL = (
     Size("sdxl, 640 channels", 10, 64 * 64, 64),
     Size("sdxl, 1280 channels", 20, 32 * 32, 64),
+)
+FLUX = Size("flux, klein-4b", 24, IMAGE + 512, 128)
+SIZES = (
+    *SDXL,
     Size("sd3.5-medium, image and text", 24, IMAGE + 333, 64),
     Size("sd3.5-medium, image", 24, IMAGE, 64),
     Size("sd3.5-large", 38, IMAGE + 333, 64),
-    Size("flux, klein-4b", 24, IMAGE + 512, 128),
+    FLUX,
     Size("klein-9b", 32, IMAGE + 512, 128),
     Size("chroma, qwen-image", 24, IMAGE + 128, 128),
     Size("z-image", 30, IMAGE + 128, 128),

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gpu_timing
+from gpu_attention import FLUX, SDXL, Size
 from gpu_timing import DTYPES, Machine
 
 import trainable_candle as tc
@@ -80,12 +81,13 @@ def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int 
     )
 
 
-def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
-    """Attention of `tokens` queries over `keys` keys, in heads of `dim` features."""
+def attention(size: Size, keys: int) -> Case:
+    """Attention of the tokens of `size` over `keys` keys, in heads of the same number and width."""
+    heads, tokens, dim = size.heads, size.tokens, size.width
     flops = 4 * heads * tokens * keys * dim  # of the forward pass; backward needs 2.5 times these
     return Case(
         f"attention {heads} x {tokens} over {keys} x {dim}",
-        [(1, heads, tokens, dim), (1, heads, keys, dim), (1, heads, keys, dim)],
+        [size.shape, (1, heads, keys, dim), (1, heads, keys, dim)],
         functional.scaled_dot_product_attention,
         lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         flops=3.5 * flops,
@@ -195,12 +197,9 @@ def group_norm_silu(groups: int, x: Any, w: Any, b: Any) -> Any:
 def cases() -> list[Case]:
     return [
         # SDXL: over the image's own tokens, then over the 77 tokens of the text.
-        attention(10, 4096, 4096),
-        attention(20, 1024, 1024),
-        attention(10, 4096, 77),
-        attention(20, 1024, 77),
-        # FLUX: 4096 tokens of the image and 512 of the text.
-        attention(24, 4608, 4608, 128),
+        *(attention(size, size.tokens) for size in SDXL),
+        *(attention(size, keys=77) for size in SDXL),
+        attention(FLUX, FLUX.tokens),
         # Language models.
         packed_attention(12, 2, 4),
         packed_attention(12, 2, 32, 256),
