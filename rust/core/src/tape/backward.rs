@@ -9,15 +9,16 @@ use candle_core::{DType, Shape};
 use rustc_hash::{FxHashMap, FxHashSet};
 use smallvec::SmallVec;
 
+use super::grad_store::GradStore;
 use super::mode::no_grad;
 use super::node::{Kind, Node};
 pub(crate) use super::pending::Pending;
 use crate::compute::{Destination, LowRankTerm, Product};
 use crate::interrupt::Interrupt;
-use crate::{Error, Raw, Result, Tensor, Var, compute, raw};
+use crate::{Error, Raw, Result, Tensor, compute, raw};
 
 /// Products that are added to the gradient buffers of variables. On CUDA, products wait until the storages of their
-/// operands together have 128 MiB, or until the pass ends; then many of them run in one launch. There is a limit because
+/// operands together have 80 MiB, or until the pass ends; then many of them run in one launch. There is a limit because
 /// the storages stay in memory until the products run.
 #[derive(Default)]
 struct Buffered {
@@ -31,7 +32,7 @@ struct Buffered {
 }
 
 impl Buffered {
-    const MOST_BYTES: usize = 128 << 20;
+    const MOST_BYTES: usize = 80 << 20;
 
     fn add(&mut self, variable: u64, product: Product) -> Result<()> {
         self.variables.insert(variable);
@@ -396,7 +397,7 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 
 impl Tensor {
     /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added
-    /// to [`Var::grad`]. The values that an operation has saved are freed once its inputs' gradients are computed.
+    /// to [`Var::grad`](crate::Var::grad). The values that an operation has saved are freed once its inputs' gradients are computed.
     ///
     /// # Errors
     /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a
@@ -428,7 +429,7 @@ impl Tensor {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`] does not
+/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`](crate::Var::grad) does not
 /// change. An input that the loss does not depend on gets `None`. `gradient` and `retain_graph` are those of
 /// [`Tensor::backward_with`].
 ///
@@ -482,35 +483,4 @@ fn on_paths_to(root: &Arc<Node>, targets: &FxHashSet<u64>) -> FxHashSet<u64> {
         }
     }
     wanted
-}
-
-/// The variables that a backward pass reached. The variables keep their gradients; this object only reads them.
-#[derive(Debug)]
-pub struct GradStore {
-    reached: FxHashSet<u64>,
-}
-
-impl GradStore {
-    /// [`Var::grad`] of `var` (the sum over all passes since it was cleared), if this pass reached `var`.
-    ///
-    /// # Panics
-    /// As [`Var::grad`].
-    pub fn get(&self, var: &Var) -> Option<Tensor> {
-        if self.contains(var) { var.grad() } else { None }
-    }
-
-    /// Whether this pass computed a gradient for `var`.
-    pub fn contains(&self, var: &Var) -> bool {
-        self.reached.contains(&var.id())
-    }
-
-    /// How many variables this pass reached.
-    pub fn len(&self) -> usize {
-        self.reached.len()
-    }
-
-    /// Whether this pass reached no variable.
-    pub fn is_empty(&self) -> bool {
-        self.reached.is_empty()
-    }
 }

@@ -6,6 +6,7 @@
 //! was changed in place, a backward pass that reads it returns an error, never a wrong gradient.
 
 pub(crate) mod backward;
+mod grad_store;
 mod leaf;
 mod mode;
 mod node;
@@ -13,7 +14,8 @@ mod pending;
 mod record;
 mod saved;
 
-pub use backward::{BackwardContext, GradStore, grad};
+pub use backward::{BackwardContext, grad};
+pub use grad_store::GradStore;
 pub use mode::{NoGrad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use node::{Again, Backward};
 pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};

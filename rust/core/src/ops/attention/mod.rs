@@ -202,6 +202,22 @@ fn backward_into(attention: &cpu::Attention, saved: &cpu::SavedValues, grad: &Ra
     )
 }
 
+/// Whether [`backward_into`] still computes the right gradients if `places` are the inputs themselves, or views of them.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only CUDA kernels can fail to"))]
+fn may_overwrite_inputs(
+    attention: &cpu::Attention,
+    saved: &cpu::SavedValues,
+    grad: &Raw,
+    places: [&Raw; 3],
+) -> Result<bool> {
+    on_device!(
+        grad.device(),
+        cuda => cuda::Attention::from(attention).may_overwrite_inputs(saved, grad, places),
+        // Gradients are computed before they are copied to their places.
+        cpu => Ok(true),
+    )
+}
+
 struct AttentionBackward {
     inputs: [Saved; 3],
     mask: Option<Saved>,

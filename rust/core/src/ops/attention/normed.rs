@@ -3,7 +3,7 @@
 //! same layout.
 
 use super::cpu::{self, SavedValues};
-use super::{additive, backward_into, check_mask, forward};
+use super::{additive, backward_into, check_mask, forward, may_overwrite_inputs};
 use crate::compute::{contiguous, on_device};
 use crate::ops::linear::same_kind;
 use crate::ops::norm::{HeadNorms, HeadStatistics, check_head_norms};
@@ -110,6 +110,9 @@ struct Normed {
 
 /// Queries, keys and values, (B, heads, tokens, width), and the statistics of the norms of each stream.
 struct Heads {
+    /// The [buffer](Normed::buffer) with the queries and keys and, with several streams, the values.
+    buffer: Raw,
+    /// Views of `buffer`; the values of a single stream are a view of its projections.
     qkv: [Raw; 3],
     statistics: Vec<HeadStatistics>,
 }
@@ -246,7 +249,8 @@ impl Normed {
             2 => self.split(&xs[0].narrow(2, 2 * self.columns(), self.columns())?)?,
             _ => self.part(&buffer, 2)?,
         };
-        Ok(Heads { qkv: [self.part(&buffer, 0)?, self.part(&buffer, 1)?, v], statistics })
+        let qkv = [self.part(&buffer, 0)?, self.part(&buffer, 1)?, v];
+        Ok(Heads { buffer, qkv, statistics })
     }
 }
 
@@ -281,31 +285,44 @@ impl Backward for NormedBackward {
         let normed = &self.normed;
         let (columns, parts) = (normed.columns(), normed.parts());
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
-        let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
-        // The gradients of the normalised and rotated queries and keys and, with several streams, of the values.
-        let buffer = normed.buffer(&xs[0])?;
+        let Heads { buffer: inputs, qkv, statistics } = normed.heads(&xs, &self.operands)?;
         // The result of `grad_tensor` for each stream for which it has been called.
         let mut grad_tensors: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
         let value_grads = if parts == 3 {
-            normed.part(&buffer, 2)?
+            None
         } else {
             // Attention writes the gradient of a single stream's values directly into the gradient of the projection.
             let (tensor, is_view) = self.grad_tensor(context, 0, &xs[0])?;
             let value_grads = normed.split(&tensor.narrow(2, 2 * columns, columns)?)?;
             grad_tensors[0] = Some((tensor, is_view));
-            value_grads
+            Some(value_grads)
         };
-        let grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, value_grads];
+        // The places of the gradients of the normalised and rotated queries and keys and, with several streams, of the
+        // values in a buffer.
+        let places = |buffer: &Raw| -> Result<[Raw; 3]> {
+            let values = value_grads.clone().map_or_else(|| normed.part(buffer, 2), Ok)?;
+            Ok([normed.part(buffer, 0)?, normed.part(buffer, 1)?, values])
+        };
         let grad = context.grad();
         // The CUDA kernels read gradients with any strides; the CPU kernels need contiguous rows.
         let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
+        let grad = normed.split(&grad)?;
         let saved = SavedValues {
             inputs: qkv,
             mask: self.mask.as_ref().map(Saved::get).transpose()?,
             result: normed.split(&self.result.get()?)?,
             log_sums: self.log_sums.get()?,
         };
-        backward_into(&normed.attention, &saved, &normed.split(&grad)?, grads.each_ref())?;
+        // The buffer of the queries and keys is needed only here, so it gets their gradients if it can.
+        let mut grads = places(&inputs)?;
+        let buffer = if may_overwrite_inputs(&normed.attention, &saved, &grad, grads.each_ref())? {
+            inputs
+        } else {
+            let buffer = normed.buffer(&xs[0])?;
+            grads = places(&buffer)?;
+            buffer
+        };
+        backward_into(&normed.attention, &saved, &grad, grads.each_ref())?;
         drop(saved);
         let streams = normed.starts().zip(&normed.lengths).zip(&self.operands).zip(statistics);
         for (index, (((start, &length), operands), statistics)) in streams.enumerate() {

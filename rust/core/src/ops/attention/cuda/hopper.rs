@@ -14,7 +14,7 @@ use trainable_candle_cuda::structs::{
     AttentionBackwardMaps, AttentionForwardMaps, AttentionShape, Schedule, Strides, TensorMap,
 };
 
-use super::{Attention, Heads, Width, empty_like};
+use super::{Attention, Heads, SavedValues, Width, empty_like};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_input, optional_output, output, suffix};
 use crate::cuda::tensor_map::Encoder;
@@ -226,6 +226,29 @@ impl Attention<'_> {
             unsafe { gpu.function(form.sum, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         }
         Ok(true)
+    }
+
+    /// Whether [`backward_into`](Self::backward_into) may write the gradients of q, k and v over q, k and v. It may if
+    /// the kernels of this file run: a thread block loads a tile of keys and values before it writes the gradients of
+    /// this tile, no other block reads the tile, and the gradients of queries are written after the last query is read.
+    /// (A tile whose item is split is read by two blocks; its gradients are written after both have ended.) Other
+    /// kernels read keys and values that may have been replaced by then.
+    pub fn may_overwrite_inputs(
+        &self,
+        SavedValues { inputs: [q, k, v], mask, result, .. }: &SavedValues,
+        grad: &Raw,
+        places: [&Raw; 3],
+    ) -> Result<bool> {
+        let (gpu, rank) = (Gpu::of(self.op, q)?, q.rank());
+        let sizes = self.sizes(q.dims()[rank - 1], v.dims()[rank - 1])?;
+        if [sizes.batch, sizes.heads, sizes.queries, sizes.keys].contains(&0) {
+            return Ok(false);
+        }
+        let heads = [q, k, v, result, grad].into_iter().chain(places).map(|raw| Heads::new(self.op, raw));
+        let heads = heads.collect::<Result<Vec<_>>>()?;
+        let operands: Vec<&Heads> = heads.iter().collect();
+        let widest = self.tensor_cores(&sizes, &operands, mask.as_ref());
+        Ok(widest.is_some_and(|widest| self.hopper_form(gpu, &sizes, widest, &operands).is_some()))
     }
 
     /// Writes the gradients of q, k and v for which there is a destination; returns false if these kernels do not
