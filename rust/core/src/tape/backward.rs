@@ -397,7 +397,8 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 
 impl Tensor {
     /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added
-    /// to [`Var::grad`](crate::Var::grad). The values that an operation has saved are freed once its inputs' gradients are computed.
+    /// to [`Var::grad`](crate::Var::grad). The values that an operation has saved are freed once its inputs' gradients
+    /// are computed.
     ///
     /// # Errors
     /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a
@@ -429,9 +430,9 @@ impl Tensor {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`](crate::Var::grad) does not
-/// change. An input that the loss does not depend on gets `None`. `gradient` and `retain_graph` are those of
-/// [`Tensor::backward_with`].
+/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape).
+/// [`Var::grad`](crate::Var::grad) does not change. An input that the loss does not depend on gets `None`. `gradient`
+/// and `retain_graph` are those of [`Tensor::backward_with`].
 ///
 /// # Errors
 /// As [`Tensor::backward_with`], and [`Error::Autograd`] if an input is not on the tape.
