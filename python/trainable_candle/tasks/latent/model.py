@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+import trainable_candle as tc
 from trainable_candle._core import verify_adapter
 from trainable_candle.errors import ConfigError
 from trainable_candle.hub import shown_name
@@ -246,6 +247,15 @@ class LatentModel(ABC):
 
     def drop_text_models(self) -> None:  # noqa: B027 - there may be none
         """Free the text encoders. Called when all features that the task needs are cached."""
+
+    def release_cached_memory(self) -> None:
+        """Return to the GPU the memory that no tensor uses, between two phases of a run.
+
+        The tensors of the next phase have other sizes. They would fit badly into the cached blocks,
+        and take more memory beside them.
+        """
+        if self.device.startswith("cuda"):
+            tc.cuda.empty_cache(self.device)
 
     # Noise, prediction and conditions.
 

@@ -194,12 +194,14 @@ class LatentTask:
         prompts = sorted({prompt.text for prompt in previews} | negative)
         texts, self._prompt_features = prepare_texts(family, data, prompts, report, group)
         datasets = [data.train] if data.validation is None else [data.train, data.validation]
+        family.release_cached_memory()
         latents = [self._latents(dataset, area, report, group) for dataset in datasets]
         if config.cache == "off":
             # Load the autoencoder now rather than in the first step.
             family.coder.load()
         elif not previews:
             family.coder.drop()
+        family.release_cached_memory()
         prepared = [
             PreparedLatents(family, dataset, encoded, texts, group)
             for dataset, encoded in zip(datasets, latents, strict=True)
