@@ -98,12 +98,12 @@ template <typename T> struct Warp {
 #pragma unroll
         for (int group = 0; group < 2; group++) {
             const uint4 found = words<uint4>(down + static_cast<uint64_t>(8 * group + g) * width + column + 8 * t);
-            // Each product sums over 16 of the 32 columns: `upper` over words 0 and 1 of all threads, `lower` over words 2 and 3. `down` is
-            // loaded in the same order of columns.
-            const uint32_t upper[4] = {results[0][0], results[1][0], results[0][1], results[1][1]};
-            const uint32_t lower[4] = {results[0][2], results[1][2], results[0][3], results[1][3]};
-            multiply_add<T>(sums[group], upper, found.x, found.y);
-            multiply_add<T>(sums[group], lower, found.z, found.w);
+            // Each product sums over 16 of the 32 columns: `words_01` over words 0 and 1 of all threads, `words_23` over words 2 and 3.
+            // `down` is loaded in the same order of columns.
+            const uint32_t words_01[4] = {results[0][0], results[1][0], results[0][1], results[1][1]};
+            const uint32_t words_23[4] = {results[0][2], results[1][2], results[0][3], results[1][3]};
+            multiply_add<T>(sums[group], words_01, found.x, found.y);
+            multiply_add<T>(sums[group], words_23, found.z, found.w);
         }
     }
 

@@ -19,6 +19,7 @@ pub fn is_name(text: &str) -> bool {
 
 /// The device with a name such as `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device.
 /// The first call for CUDA looks for the CUDA libraries, first in `folders` and then where the system's loader looks.
+/// `folders` is called only for CUDA.
 ///
 /// # Errors
 /// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`], with the reason, if

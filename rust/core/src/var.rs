@@ -251,6 +251,7 @@ impl Var {
 
     /// A number that identifies the variable in this process.
     pub fn id(&self) -> u64 {
+        // The default is not used: `adopt` always makes a node, and `of` takes no tensor without one.
         self.0.node.as_ref().map_or(0, |n| n.id())
     }
 

@@ -336,7 +336,7 @@ fn parts_of(
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
             // A file whose names are not those of an original checkpoint (`original` is None) holds this part alone. It
-            // is accepted only if the part is never in one file with others; otherwise it is no checkpoint.
+            // is accepted only if the part is never in one file with others; otherwise it is no checkpoint of a pipeline.
             Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
@@ -408,7 +408,7 @@ fn assign(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
 
 /// Whether the part can be in one file together with other parts, as in an original checkpoint.
 fn may_share_file(place: Place) -> bool {
-    // The other sections are those of GGUF files, which hold a single part.
+    // A section that this library does not write is that of a GGUF file, which holds a single part.
     place.part.sections.iter().any(|section| section.is_written())
 }
 
@@ -450,7 +450,7 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdapterMemory {
     /// Number of elements of the adapters' parameters. For each element, an f32 parameter, its gradient and its moving
-    /// average take 4 bytes each; a bf16 parameter and its gradient take 2 bytes each.
+    /// average (if kept) take 4 bytes each; a bf16 parameter and its gradient take 2 bytes each.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,

@@ -95,6 +95,8 @@ pub(super) struct Scope {
 }
 
 impl Scope {
+    /// Puts `recorder` on the stack and switches the tape on: a backward pass, which runs the function again, has
+    /// switched it off.
     pub(super) fn enter(recorder: Recorder) -> Self {
         let grad_was_enabled = set_grad_enabled(true);
         let depth = RECORDERS.with_borrow_mut(|recorders| {
@@ -105,8 +107,8 @@ impl Scope {
         Self { depth, grad_was_enabled }
     }
 
-    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one. `drop` then restores
-    /// the flags of the thread.
+    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one. In both cases, `drop`
+    /// runs afterwards: it removes recorders that are left and restores the flags of the thread.
     pub(super) fn leave(self) -> Option<Recorder> {
         RECORDERS.with_borrow_mut(|recorders| if recorders.len() == self.depth + 1 { recorders.pop() } else { None })
     }

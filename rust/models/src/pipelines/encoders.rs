@@ -1,9 +1,9 @@
 //! Text encoders, and a section of GGUF files, that the entries of several pipelines can share.
 //!
 //! A section says how a checkpoint in one file stores a model: the possible prefixes of its keys (the empty one for a
-//! file that holds the encoder alone), the names that follow (`Naming::Own`: those of transformers; `LlamaCpp`:
-//! those of GGUF files), and a key, the probe, that every such file has. `fits` tells whether a `config.json` may be
-//! the encoder's, and `published` returns the published model's.
+//! file that holds the encoder alone), the names that follow (`Naming::Own`: those of the library transformers;
+//! `LlamaCpp`: those of GGUF files), and a key, the probe, that every such file has. `fits` tells whether a
+//! `config.json` may be the encoder's, and `published` returns the published model's.
 
 use serde_json::{Map, Value, json};
 

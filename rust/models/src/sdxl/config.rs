@@ -107,7 +107,7 @@ fn fixed() -> [(&'static str, Value); 24] {
 
 impl Configuration for UNetConfig {
     // The defaults below are diffusers', not those of `UNetConfig::default`. `sample_size` has no default in diffusers;
-    // here it is 128, as in SDXL's base model. Fields with `None` are required.
+    // here it is 128, as in SDXL's base model. `block_out_channels` and fields with `None` are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;

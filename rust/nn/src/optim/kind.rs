@@ -186,7 +186,7 @@ pub struct OptimizerKind {
     pub rounds: bool,
     /// The hyper-parameters with their defaults, in the order of their declaration.
     pub fields: fn() -> Vec<Field>,
-    /// The states of an f32 parameter of shape `dims`, with default hyper-parameters.
+    /// The states of a parameter of shape `dims`, with default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
     make: Make,
 }

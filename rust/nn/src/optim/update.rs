@@ -177,6 +177,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
                 widen(stored, &mut values);
                 *master = Some(Master { values, version: var.version() });
             }
+            // There are master values now, so the default is not used.
             let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
             let states = states.iter_mut().map(|state| state.slice()).collect();
             let sums = Some(sums);
@@ -212,6 +213,7 @@ fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel
         let work = items.iter_mut().zip(parts).map(|(item, (param, grad))| {
             let Parameter { states, step, var, rounded, .. } = &mut *item.parameter;
             let states = states.iter_mut().map(|state| state.slice()).collect();
+            // With a seed, every bf16 variable has a number in `rounded`, so the default is not used.
             let (config, step, dims, start) = (item.config, *step, var.dims(), rounded.unwrap_or_default());
             Work { config, step, dims, start, stored: &mut [][..], grad, param, states, sums: None }
         });

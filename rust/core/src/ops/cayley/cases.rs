@@ -7,8 +7,8 @@ use crate::ops::case::{Case, Entry};
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &CAYLEY,
     cases: || {
-        // `dims` are (number of matrices, n (n - 1) / 2): an n x n matrix has so many elements above its diagonal. 28
-        // elements are those of an 8 x 8 matrix, 6 those of a 4 x 4 matrix.
+        // `dims` are (number of matrices, n (n - 1) / 2): the operation reads the elements above the diagonal of n x n
+        // matrices, 28 elements of an 8 x 8 matrix and 6 of a 4 x 4 matrix.
         let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| cayley(&x[0]));
         vec![
             case("5 x 5", &[3, 10]),

@@ -1,6 +1,7 @@
 //! Test cases of softmax and log-softmax.
 //!
-//! The inputs are between -2 and 2, so the plain forms need not subtract the maximum before `exp`.
+//! The inputs are between -2 and 2, so the plain forms need not subtract the maximum before `exp`. Cases without
+//! elements have no plain form, because there are no values to compare.
 
 use super::{LOG_SOFTMAX, SOFTMAX};
 use crate::ops::case::{Case, Entry};
@@ -22,7 +23,7 @@ pub static ENTRIES: &[Entry] = &[
         cases: || {
             vec![
                 Case::new("last", &[&[3, 7]], |x| x[0].softmax(1)).plain(|x| softmax_plain(&x[0], 1)),
-                // Rows of several vectors, the last of them incomplete.
+                // Rows of several SIMD vectors, the last of them incomplete.
                 Case::new("long rows", &[&[2, 71]], |x| x[0].softmax(1)).plain(|x| softmax_plain(&x[0], 1)),
                 Case::new("middle", &[&[2, 5, 3]], |x| x[0].softmax(1)).plain(|x| softmax_plain(&x[0], 1)),
                 Case::new("no rows", &[&[0, 3]], |x| x[0].softmax(1)),

@@ -176,7 +176,8 @@ fn apply<T: Real>(step_config: &StepConfig, _step: u64, chunk: Chunk<'_, T>) {
 fn apply_elements<T: Real>(step_config: &StepConfig, mut chunk: Chunk<'_, T>) {
     let StepConfig { config, d, dlr } = step_config;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // The decay is subtracted, because f32 would round the factor 1 - decay · dlr to 1 while the estimate is small.
+    // The decay is subtracted, as in prodigyopt: rounding a factor 1 - decay · dlr would remove most digits of
+    // decay · dlr while the estimate is small.
     let (decay, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);

@@ -59,7 +59,7 @@ impl Backward for LogProbsBackward {
             (None, HeldWeight::Quantized(weight)) => Matrix::Quantized(weight),
             (Some(weight), _) => Matrix::Plain(weight),
             (None, HeldWeight::Plain(_)) => unreachable!("the values of a plain weight are read above"),
-            (None, HeldWeight::Streamed(_)) => return Err(super::is_streamed(OP)),
+            (None, HeldWeight::Streamed(_)) => return Err(super::streamed_error(OP)),
         };
         // Input 0 is h. Input 1 is the weight, unless it is quantized.
         let wanted = [context.needs(0), plain_weight.is_some() && context.needs(1)];

@@ -25,6 +25,7 @@ use crate::{DType, Error, Quantized, Result, Tensor, checkpoint};
 pub(super) use log_probs::LOG_PROBS;
 pub use log_probs::linear_log_probs;
 
+// Cheap, although it multiplies matrices: a selective checkpoint that keeps the result would also keep the gradients.
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
@@ -130,7 +131,7 @@ enum Matrix<'a> {
 }
 
 /// The error for a streamed weight: a head is never streamed.
-fn is_streamed(op: &'static str) -> Error {
+fn streamed_error(op: &'static str) -> Error {
     Error::argument(op, "the weight is streamed, expected one that stays on the device of the states")
 }
 
@@ -139,7 +140,7 @@ impl<'a> Matrix<'a> {
         match weight {
             WeightRef::Plain(weight) => Ok(Self::Plain(&weight.raw)),
             WeightRef::Quantized(weight) => Ok(Self::Quantized(weight)),
-            WeightRef::Streamed(_) => Err(is_streamed(op)),
+            WeightRef::Streamed(_) => Err(streamed_error(op)),
         }
     }
 
