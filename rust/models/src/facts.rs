@@ -336,7 +336,7 @@ fn parts_of(
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
             // A file whose names are not those of an original checkpoint (`original` is None) holds this part alone. It
-            // is accepted only if the part is never in one file with others; otherwise it is no checkpoint of a pipeline.
+            // is accepted only if the part is never in one file with others; otherwise the pipeline is incomplete.
             Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {

@@ -187,8 +187,8 @@ template <int M> struct Shares {
         __device__ __forceinline__ VisibleKeys(const Shares &shares, uint32_t first)
             : spans(shares.spans), first(first), first_end(shares.spans.query_end(first)) {}
 
-        // Whether any of the 64 queries from `query` on does not see one of the keys: the first query is before the last key, or the queries
-        // reach beyond `first_end`, the lowest end of all 64 keys.
+        // Whether any of the 64 queries from `query` on does not see one of the keys: the first query is before the last key, or the
+        // queries reach beyond `first_end`, the lowest end of all 64 keys.
         __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
         // Sets a weight to zero if its query does not see its key. The weights are those of the 64 queries from `query` on.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
