@@ -10,7 +10,8 @@
 // For e4m3 codes there are only 80 columns. These kernels need three registers for each sum: one for the total in f32, and one each for the
 // sums of the stage that is being computed and of the stage before it. The registers suffice for at most 128 columns, and with 128 columns
 // the kernels were slower than cuBLASLt.
-// `sum` is the type of the sums, and `stages` the number of stages (tiles of x and w in shared memory).
+// `sum` is the type of the sums (uint32_t has the bits of an int32_t), and `stages` the number of stages (tiles of x and w in shared
+// memory).
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: CodesProduct::STAGE_BYTES + 16 bytes for each
 // stage, and 16 bytes for each column.
 #include "../include/codes/hopper.cuh"

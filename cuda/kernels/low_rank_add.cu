@@ -1,7 +1,7 @@
 // The second of the two low-rank products of linear maps with LoRA: dst += scale · hidden · up, for several maps in one launch. The first
-// product, hidden = input · down, exists already (low_rank.cu computes both). In the forward pass, dst is a map's result. In the backward
-// pass, dst is the gradient of the map's input, hidden is the gradient of the result times LoRA's factor `up`, and the factor `down` takes
-// the place of `up` in this file.
+// product, hidden = input · down, was computed earlier (low_rank.cu computes both). In the forward pass, dst is a map's result. In the
+// backward pass, dst is the gradient of the map's input, hidden is the product of the result's gradient and LoRA's factor `up`, and the
+// factor `down` takes the place of `up` in this file.
 //
 // At thousands of rows, this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this speed, and adds the products of
 // the maps one after the other.

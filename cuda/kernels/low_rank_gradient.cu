@@ -1,9 +1,9 @@
 // Gradients of the factors of low-rank maps, for many maps in one launch. A gradient is the product narrowᵀ · wide of two matrices with
 // the same number of rows.
 //
-// `wide` is a map's input x or the gradient of its result. `narrow` has 16 columns, one for each of 16 ranks: x Aᵀ, where A is the first
-// factor of the map, or the gradient of x Aᵀ. Nearly all time is spent reading `wide`, so each block reads all rows of 64 columns of
-// `wide`, and no other block reads them.
+// `narrow` has 16 columns, one for each of 16 ranks. For the gradient of a map's first factor A, `wide` is the map's input x, and `narrow`
+// is the gradient of x Aᵀ. For the gradient of the second factor, `wide` is the gradient of the map's result, and `narrow` is x Aᵀ. Nearly
+// all time is spent reading `wide`, so each block reads all rows of 64 columns of `wide`, and no other block reads them.
 #include "low_rank.cuh"
 
 namespace {

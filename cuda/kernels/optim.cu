@@ -3,8 +3,8 @@
 // the compiler would fuse the operators * and + into fused multiply-adds, which round differently.
 //
 // A step launches <optimizer>_prepare, and then `<optimizer>_step_*` (or <optimizer>_rounded_bf16) for all pieces (each has up to 1024
-// consecutive elements of the parameters). The two names are not always the same: adam_step_* follows adam_prepare or adamw_prepare, and
-// small_adam_step_* follows adam_8bit_prepare. Clipping launches gradient_norm_* (once for each vector of gradients), gradient_clip and
+// consecutive elements of the parameters). <optimizer> is not always the same in both names: adam_step_* follows adam_prepare or
+// adamw_prepare, and small_adam_step_* follows adam_8bit_prepare. Clipping launches gradient_norm_* (once for each vector of gradients), gradient_clip and
 // gradient_scale_* (gradient.cu) before the step. Loss scaling launches gradient_norm_max_* and gradient_clip before the step, and
 // loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings` on the device, and the
 // kernels count the steps and compute everything else. So a CUDA graph that captured a step can be replayed.
@@ -52,7 +52,8 @@ static __device__ Coefficients lion_coefficients(const Settings &at, double) {
 }
 
 // As in bitsandbytes, step_size · m / (√v + eps) is added to the parameter, so `step_size` is negative. With the corrections c1 of m and c2
-// of √v, Adam's term is lr · (m / c1) / (√v / c2 + eps) = (lr · c2 / c1) · m / (√v + eps · c2). So `step_size` contains both, and `eps` c2.
+// of √v, Adam's term is lr · (m / c1) / (√v / c2 + eps) = (lr · c2 / c1) · m / (√v + eps · c2). So `step_size` contains c1 and c2,
+// and `eps` contains c2.
 static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double step) {
     // The weights of the states and `decay` are computed as for Lion; the step size and eps are not.
     Coefficients to = lion_coefficients(at, step);
@@ -125,7 +126,7 @@ DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
 // Four neighbouring values of a state, in f32 while a kernel works on them. `<true>` means one access for all four values, for which the
-// states are aligned; the count, QUAD, is not read then.
+// states are aligned. With `<true>`, the functions do not read the count, QUAD.
 template <typename S> struct StateQuad {
     S *pointer;
     float values[QUAD];
@@ -304,8 +305,8 @@ FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 // <optimizer>_rounded_bf16: as <optimizer>_step_*, for parameters, gradients and states in bf16, without copies. The kernel computes the
 // update in f32 and rounds parameters and states stochastically. The random bits depend on the seed and the step of the piece's group
 // and on the element's index among all elements of the optimizer.
-//   settings [groups]: those of the groups of `coefficients`; firsts [gridDim.x]: for each piece, this index of its first element, divided
-//   by STATE_BLOCK; states: aligned to 8 bytes.
+//   settings [groups]: those of the groups of `coefficients`; firsts [gridDim.x]: for each piece, the index of its first element among
+//   all elements of the optimizer, divided by STATE_BLOCK; states: aligned to 8 bytes.
 #define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_rounded_bf16(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,                \

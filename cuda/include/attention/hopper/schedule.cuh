@@ -48,8 +48,8 @@ struct Schedule {
 
     uint32_t items, steps, whole, blocks;
 
-    // A task (shape.cuh) is a tile and its head. Returns the task with the head of keys for a task with a head of queries: the same,
-    // because each head of queries has its own keys.
+    // A task (shape.cuh) is a tile and its head. Replaces the head of a task, a head of queries, by the head of the keys that it attends
+    // to: here the same head, because each head of queries has its own keys.
     __device__ __forceinline__ Task of_keys(const Task &task) const { return task; }
 
     // The length of the sequence: the number of steps of all split items.

@@ -34,8 +34,8 @@ pub(super) fn arch() -> pulp::Arch {
     *ARCH
 }
 
-/// A type of arithmetic: f32, whose elementary functions vectorise unless they say otherwise, or f64, whose elementary
-/// functions are mostly those of the standard library.
+/// A type of arithmetic: f32, whose elementary functions vectorise, except those marked "not vectorised" below, or f64,
+/// whose elementary functions are mostly those of the standard library.
 pub trait Real:
     Copy
     + Debug

@@ -104,7 +104,8 @@ pub unsafe fn scaled_product_of_codes(
         sizes: [n, m, k],
         operands: [(true, k as i64), (false, k as i64)],
         distance: stride as i64,
-        // y, the bias and the addend have one entry: the alignment of their addresses combined by OR is the smallest.
+        // y, the bias and the addend share one entry, the smallest of their alignments: the OR of their addresses has
+        // this alignment.
         alignments: [w, x, y | bias.unwrap_or(0) | addend.unwrap_or(0)].map(alignment),
     };
     // SAFETY: the caller's promise.

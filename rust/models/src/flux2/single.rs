@@ -62,7 +62,7 @@ impl FusedBlock {
         let inputs = tokens * self.sizes.dim();
         let joins_previous = false; // full checkpointing recomputes this block alone
         saved.block(inputs, joins_previous, |saved| {
-            // The norm keeps its input.
+            // The layer norm in `modulated` keeps its input.
             saved.keep(inputs);
             // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, below
             // that of the `SwiGLU`). The pairs are the number of values in this input and the number of tokens.

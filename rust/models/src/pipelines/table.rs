@@ -1,8 +1,8 @@
 //! The table of pipelines: one entry per family. `sizes` pairs tests of the denoiser's configuration with names that
-//! then replace `base.architecture`; `pixels` is the number of pixels of an image's side per unit of the denoiser's
-//! `sample_size`. A part's `sections` say where a checkpoint in one file may have the part: a prefix, then names of
-//! diffusers (`Naming::Own`), the authors (`Original`) or llama.cpp (`LLAMA_CPP`); `probe` is a key of every such
-//! section. `fits` tells whether a `config.json` may belong to the part; `published` returns that of the published
+//! replace `base.architecture` if their test holds; `pixels` is the number of pixels of an image's side per unit of the
+//! denoiser's `sample_size`. A part's `sections` say where a checkpoint in one file may have the part: a prefix, then
+//! names of diffusers (`Naming::Own`), the authors (`Original`) or llama.cpp (`LLAMA_CPP`); `probe` is a key of every
+//! such section. `fits` tells whether a `config.json` may belong to the part; `published` returns that of the published
 //! model. `kohya` and `comfyui` name the part in these tools' adapter files; `readers` lists the tools that load them.
 
 use serde_json::{Map, Value};
@@ -479,7 +479,7 @@ static CAUSAL_LM: Pipeline = Pipeline {
     class_names: &[],
     base: None,
     sizes: &[],
-    pixels: 1,
+    pixels: 1, // not read, because `base` is None
     parts: &[Part {
         role: Role::LanguageModel,
         model: &causal_lm::KIND,

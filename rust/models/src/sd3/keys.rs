@@ -7,10 +7,10 @@ use trainable_candle_io::WeightFiles;
 use super::SD3Config;
 use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, renamed};
 
-/// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a single file whose
-/// keys have the prefix and the naming of `original`.
-pub(super) fn layout(original: Option<CheckpointNaming>, config: &SD3Config) -> Box<dyn Layout> {
-    match original {
+/// The keys of the transformer's parameters in a diffusers folder (`checkpoint` is `None`), or in a single file whose
+/// keys have the prefix and the naming of `checkpoint`.
+pub(super) fn layout(checkpoint: Option<CheckpointNaming>, config: &SD3Config) -> Box<dyn Layout> {
+    match checkpoint {
         Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
             Box::new(OriginalTransformer { prefix, last: config.num_layers.saturating_sub(1) })
         }
@@ -101,18 +101,18 @@ fn original_key(name: &str, last: usize) -> Option<Key> {
 }
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations that have the deduced sizes, or else from
-/// [`SD3Config::default`].
+/// determine come from the first of the `known` configurations (one found with the file, then the published ones) that
+/// have the deduced sizes, or else from [`SD3Config::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
-    let key = |name: &str| match original.naming {
+pub(super) fn deduce(files: &WeightFiles, checkpoint: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
+    let key = |name: &str| match checkpoint.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
         // The index of the last block affects the form of the text norm's tensor, but no key.
         Naming::Original => original_key(name, usize::MAX).map(|key| key.key),
     };
-    let shape = |name: &str| files.shape(&format!("{}{}", original.prefix, key(name)?));
+    let shape = |name: &str| files.shape(&format!("{}{}", checkpoint.prefix, key(name)?));
     let size = |name: &str, axis: usize| {
         shape(name).and_then(|dims| dims.get(axis).copied()).ok_or_else(|| {
             Error::Config(format!(

@@ -59,6 +59,8 @@ pub(super) struct DownBlock {
 impl DownBlock {
     pub(super) fn new(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let channels = config.block_out_channels[level];
+        // The input has the channels of the previous level. At level 0 it is the result of `conv_in`, which has the
+        // channels of level 0.
         let input_channels = config.block_out_channels[level.saturating_sub(1)];
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..config.layers_per_block {
@@ -104,7 +106,7 @@ impl DownBlock {
     /// has `smaller` pixels, and the text has `tokens` tokens.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
-            // All input channels are the block's own: none come from a skip.
+            // None: all input channels are the block's own, because none come from a skip.
             let own_channels = None;
             saved.one(&self.resnets, i, |block, saved| block.saved(area, own_channels, saved));
             if let Some(attention) = self.attentions.get(i) {
@@ -160,7 +162,7 @@ impl MidBlock {
     /// Adds to `saved` what the tape keeps for a feature map of `area` pixels and a text of `tokens` tokens.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
-            // All input channels are the block's own: none come from a skip.
+            // None: all input channels are the block's own, because none come from a skip.
             let own_channels = None;
             saved.one(&self.resnets, i, |block, saved| block.saved(area, own_channels, saved));
             if let Some(attention) = self.attentions.get(i) {
@@ -246,6 +248,7 @@ impl UpBlock {
         saved: &mut Saved,
     ) -> usize {
         for (i, block) in self.resnets.iter().enumerate() {
+            // `channels` counts those of x, without those of the skip.
             saved.one(&self.resnets, i, |block, saved| block.saved(area, Some(channels), saved));
             channels = block.out_channels();
             if let Some(attention) = self.attentions.get(i) {

@@ -104,7 +104,7 @@ impl Dora {
         let dropout_probability = self.factors.active_dropout();
         if let (None, Operation::Linear) = (dropout_probability, base.operation) {
             // One fused operation. It takes f32 parameters with f16 or bf16 inputs, so `operands` and `operand` do not
-            // convert f32 parameters then.
+            // convert f32 parameters to the dtype of such an input.
             let (down, up) = self.factors.operands(x.dtype())?;
             let magnitude = lora::operand(magnitude, x.dtype())?;
             let (weight, bias) = (base.weight, base.bias);

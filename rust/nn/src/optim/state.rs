@@ -273,7 +273,7 @@ pub(super) struct Loaded {
 }
 
 /// Reads a state dict, from which the caller has removed the states that belong to no parameter. `specs` has the states
-/// of each parameter; `rounds` says whether the optimizer rounds stochastically.
+/// of each of `parameters`, in the same order; `rounds` says whether the optimizer rounds stochastically.
 ///
 /// Returns an error if the states were saved by another kind of optimizer or with other rounding, if an entry is
 /// missing or not expected, if it has another dtype or shape, or if a number of steps is negative.

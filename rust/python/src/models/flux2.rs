@@ -58,11 +58,10 @@ impl Flux2Transformer {
         let (img_ids, txt_ids) = (img_ids.get(OP, "img_ids")?, txt_ids.get(OP, "txt_ids")?);
         let (x, text) = (&hidden_states.0, &encoder_hidden_states.0);
         let (img_ids, txt_ids) = (&img_ids.0, &txt_ids.0);
-        // Of `timestep` and `guidance`, numbers become f32 tensors by `in_f32`; tensors stay as they are.
         let forward = |timestep: &_, guidance: Option<&_>| {
             self.0.forward(x, Flux2Conditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, guidance })
         };
-        // `detached` releases the GIL.
+        // `detached` releases the GIL. `in_f32` turns a number into an f32 tensor; a tensor stays as it is.
         detached(py, || {
             timestep.in_f32(x.device(), |timestep| match guidance {
                 Some(guidance) => guidance.in_f32(x.device(), |guidance| forward(timestep, Some(guidance))),

@@ -54,7 +54,8 @@ impl SD3Transformer {
             let conditions = SD3Conditions { encoder_hidden_states: text, pooled_projections: pooled, timestep };
             self.0.forward(x, conditions)
         };
-        // `detached` releases Python's global interpreter lock; it has nothing to do with gradients.
+        // `detached` releases Python's global interpreter lock; it has nothing to do with gradients. `in_f32` makes a
+        // tensor of `timestep` if it is a number.
         detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
     }
 }

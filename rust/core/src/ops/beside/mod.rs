@@ -65,7 +65,8 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
         &inputs,
         || {
             if checkpoint::ends_here() {
-                // Nothing reads the result, because only `x` is saved. One zero takes its place.
+                // A checkpoint's recomputation ends with this operation, which saves only `x`, so nothing reads the
+                // result. One zero takes its place.
                 let zero = Raw::zeros((), x.dtype(), x.device())?;
                 return Ok(zero.broadcast_as(columns.result(x.dims()))?);
             }

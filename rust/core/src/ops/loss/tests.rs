@@ -326,7 +326,7 @@ fn a_large_quantized_head_gives_the_losses_and_gradients_of_its_dequantized_valu
         let dequantized = weight.dequantize(DType::F32).unwrap();
         let targets = Tensor::from_vec(vec![3i64, IGNORE_INDEX, 69_999, 40_000], 4, &Device::Cpu).unwrap();
         let results = |weight: WeightRef<'_>| {
-            // Each call has a variable of its own: the gradients of a shared variable would add up.
+            // Each call has a variable of its own: backward passes add to the gradient that a variable already has.
             let h = Var::from_tensor(&states).unwrap();
             let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
             let gradient = loss.backward().unwrap().get(&h).unwrap();

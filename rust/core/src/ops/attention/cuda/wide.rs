@@ -38,7 +38,7 @@ impl Attention<'_> {
         let gpu = Gpu::of(op, q)?;
         let [queries, keys] = [self.scores[rank - 2], self.scores[rank - 1]];
         let heads: usize = self.scores[..rank - 2].iter().product();
-        // Queries in a block.
+        // The number of queries in a block; the last block may have fewer.
         let most_queries = (MOST_SCORES / keys).clamp(1, queries);
         let score_dtype = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, score_dtype)?)?;
