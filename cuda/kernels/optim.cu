@@ -4,10 +4,10 @@
 //
 // A step launches <optimizer>_prepare, and then `<optimizer>_step_*` (or <optimizer>_rounded_bf16) for all pieces (each has up to 1024
 // consecutive elements of the parameters). <optimizer> is not always the same in both names: adam_step_* follows adam_prepare or
-// adamw_prepare, and small_adam_step_* follows adam_8bit_prepare. Clipping launches gradient_norm_* (once for each vector of gradients), gradient_clip and
-// gradient_scale_* (gradient.cu) before the step. Loss scaling launches gradient_norm_max_* and gradient_clip before the step, and
-// loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings` on the device, and the
-// kernels count the steps and compute everything else. So a CUDA graph that captured a step can be replayed.
+// adamw_prepare, and small_adam_step_* follows adam_8bit_prepare. Clipping launches gradient_norm_* (once for each vector of gradients),
+// gradient_clip and gradient_scale_* (gradient.cu) before the step. Loss scaling launches gradient_norm_max_* and gradient_clip before the
+// step, and loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings` on the
+// device, and the kernels count the steps and compute everything else. So a CUDA graph that captured a step can be replayed.
 #include "optim.cuh"
 
 // The functions *_coefficients compute the coefficients of one step (its number is `step`, from 1) from `at`, the settings of a group of
