@@ -59,13 +59,13 @@ __device__ __forceinline__ float e4m3(uint32_t code) {
     return __half2float(__ushort_as_half(bits)) * 256.0f;
 }
 
-// Reads the codes and the scales of a part that is not in a format of ggml. `values` are the values of the 16 codes of NF4, and `map` has
-// the 256 values of the signed dynamic map; both are in shared memory.
+// Reads the codes and the scales of a part that is not in a format of ggml. `nf4_values` are the values of the 16 codes of NF4, and `map`
+// has the 256 values of the signed dynamic map; both are in shared memory.
 template <Format FORMAT> struct Codes {
     static constexpr bool IS_NF4 = FORMAT == NF4 || FORMAT == NESTED_NF4;
     using Word = std::conditional_t<IS_NF4, uint32_t, uint2>;
     const QuantizedPart &part;
-    const float *values, *map;
+    const float *nf4_values, *map;
 
     // The scale of element `index` of the part.
     __device__ __forceinline__ float scale(uint64_t index) const {
@@ -86,7 +86,7 @@ template <Format FORMAT> struct Codes {
 
     // The number that the code of element `i` of the chunk `word` stands for.
     __device__ __forceinline__ float number(const Word &word, int i) const {
-        if constexpr (IS_NF4) return values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
+        if constexpr (IS_NF4) return nf4_values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
         else {
             const uint32_t code = (i < 4 ? word.x : word.y) >> (8 * (i % 4)) & 0xff;
             if constexpr (FORMAT == INT8) return static_cast<float>(static_cast<int8_t>(code));
@@ -97,7 +97,7 @@ template <Format FORMAT> struct Codes {
     // The number that the code of element `index` of the part stands for. Unlike `load`, works for any address and any element.
     __device__ __forceinline__ float number_at(uint64_t index) const {
         const auto *codes = static_cast<const uint8_t *>(part.codes);
-        if constexpr (IS_NF4) return values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
+        if constexpr (IS_NF4) return nf4_values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
         else if constexpr (FORMAT == INT8) return static_cast<float>(static_cast<int8_t>(codes[index]));
         else return e4m3(codes[index]);
     }
@@ -114,7 +114,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     // The addresses must allow wide stores and a load of all codes of a chunk at once.
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
-    // A block takes BATCH · blockDim.x neighbouring chunks at a time, and a thread every blockDim.x-th of them, from `first` on.
+    // A thread block takes BATCH · blockDim.x neighbouring chunks at a time, and a thread every blockDim.x-th of them, from `first` on.
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x * BATCH;
     for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * blockDim.x * BATCH + threadIdx.x; first < chunks; first += stride) {
         Word words[BATCH];
@@ -144,7 +144,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
-// Like `write`, for the block formats of ggml. Blocks are multiples of CHUNK, so a chunk lies within one block.
+// Like `write`, for the block formats of ggml. The number of elements of a block is a multiple of CHUNK, so a chunk lies within one block.
 template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
     T *to = out + part.start;
     const auto *blocks = static_cast<const uint8_t *>(part.codes);
@@ -167,9 +167,9 @@ template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blo
 }
 
 template <typename T> __device__ __forceinline__ void dequantize(const QuantizedParts &parts, T *out) {
-    __shared__ float values[16], map[256];
+    __shared__ float nf4_values[16], map[256];
     const QuantizedPart &part = parts.list[blockIdx.y];
-    if (threadIdx.x < 16) values[threadIdx.x] = NF4_VALUES[threadIdx.x];
+    if (threadIdx.x < 16) nf4_values[threadIdx.x] = NF4_VALUES[threadIdx.x];
     for (int code = threadIdx.x; code < 256; code += blockDim.x) {
         // The code of 0. Smaller codes stand for negative numbers.
         constexpr int ZERO = dynamic_map::ZERO_CODE<true>;
@@ -177,10 +177,10 @@ template <typename T> __device__ __forceinline__ void dequantize(const Quantized
     }
     __syncthreads();
     switch (part.format) {
-    case INT8: return write(Codes<INT8>{part, values, map}, out);
-    case E4M3: return write(Codes<E4M3>{part, values, map}, out);
-    case NF4: return write(Codes<NF4>{part, values, map}, out);
-    case NESTED_NF4: return write(Codes<NESTED_NF4>{part, values, map}, out);
+    case INT8: return write(Codes<INT8>{part, nf4_values, map}, out);
+    case E4M3: return write(Codes<E4M3>{part, nf4_values, map}, out);
+    case NF4: return write(Codes<NF4>{part, nf4_values, map}, out);
+    case NESTED_NF4: return write(Codes<NESTED_NF4>{part, nf4_values, map}, out);
     case FIRST_GGML + ggml::Q4_0: return write_blocks<ggml::Q4_0>(part, out);
     case FIRST_GGML + ggml::Q4_1: return write_blocks<ggml::Q4_1>(part, out);
     case FIRST_GGML + ggml::Q5_0: return write_blocks<ggml::Q5_0>(part, out);

@@ -27,7 +27,8 @@ template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
 // The number of warps of a block for TILES tiles of 16 ranks. A higher rank needs more registers in each thread, so fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 // Whether the loads of dst start before hidden is computed. (The first loads of up always do.) This is false where the registers for dst
-// would make the compiler spill others: for rank 32, and from compute capability 12.0 on in the backward pass of rank 16.
+// would make the compiler spill others: for rank 32, and from compute capability 12.0 on in the backward pass of rank 16. (Blocks for
+// rank 64 have half as many threads, so each thread may use more registers.)
 template <int TILES, bool is_backward> constexpr bool LOADS_DST_EARLY = TILES == 1 ? ARCHITECTURE < 1200 || !is_backward : TILES != 2;
 
 // The sizes of each of the `terms` terms: input is (rows, inner), hidden (rows, rank) and dst (rows, outer). `*_row` is the distance in
@@ -49,8 +50,8 @@ struct LowRankTerms {
 };
 
 // Loads the right operands of the four matrix products of 32 input features with 16 ranks: those from `feature` and `rank` on. The indices
-// of `b` are [rank % 2][half of the thread's eight features][register]. `down` is stored as (inner, rank) if `is_transposed`, otherwise as
-// (rank, inner), with rows `row` elements apart. `g` is the thread's lane / 4, and `t` is lane % 4.
+// of `b` are [rank % 2][the first or the last four of the thread's eight features][register]. `down` is stored as (inner, rank) if
+// `is_transposed`, otherwise as (rank, inner), with rows `row` elements apart. `g` is the thread's lane / 4, and `t` is lane % 4.
 template <typename T, bool is_transposed>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -60,11 +61,11 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
         for (int i = 0; i < 8; i++)
             pairs[i] = words<uint32_t>(down + static_cast<uint64_t>(feature + 8 * t + i) * row + rank + 2 * g);
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int four = 0; four < 2; four++) // the first or the last four of the eight features
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                b[0][half][i] = low_halves(pairs[4 * half + 2 * i], pairs[4 * half + 2 * i + 1]);
-                b[1][half][i] = high_halves(pairs[4 * half + 2 * i], pairs[4 * half + 2 * i + 1]);
+                b[0][four][i] = low_halves(pairs[4 * four + 2 * i], pairs[4 * four + 2 * i + 1]);
+                b[1][four][i] = high_halves(pairs[4 * four + 2 * i], pairs[4 * four + 2 * i + 1]);
             }
     } else {
 #pragma unroll
@@ -81,7 +82,7 @@ template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS; // the rank, which is the number of columns of hidden
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
+    const uint32_t first_row = blockIdx.x * ROWS, last_row = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
     // If the block has rows beyond the last row of input, its threads load the last row instead. The results of these rows are not written
     // to global memory.
@@ -89,7 +90,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint32_t row = first_row + g + 8 * half;
-        rows[half] = input + static_cast<uint64_t>(row < last ? row : last) * sizes.input_row + 8 * t;
+        rows[half] = input + static_cast<uint64_t>(row < last_row ? row : last_row) * sizes.input_row + 8 * t;
     }
     // The indices are [tile of ranks][rank % 2][element of the thread's fragment].
     float sums[TILES][2][4] = {};
@@ -142,7 +143,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
         }
         const uint32_t values = pair<T>(sizes.scale_hidden * sum.x, sizes.scale_hidden * sum.y), row = first_row + at / COUNT;
         *reinterpret_cast<uint32_t *>(hidden + at) = values;
-        if (blockIdx.y == 0 && row <= last) {
+        if (blockIdx.y == 0 && row <= last_row) {
             T *to = static_cast<T *>(term.hidden) + static_cast<uint64_t>(row) * sizes.hidden_row + at % COUNT;
             *reinterpret_cast<uint32_t *>(to) = values;
         }
@@ -187,7 +188,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         }
     }
 
-    // Loads the values of up.
+    // Loads the values of the factor up for the same pieces.
     __device__ __forceinline__ void load_factor(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll

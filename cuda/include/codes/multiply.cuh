@@ -36,10 +36,11 @@ __device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return a
     "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
     "%121, %122, %123, %124, %125, %126, %127"
 
-// multiply_codes computes sums (64 rows, columns) = x wᵀ, or sums += x wᵀ if `add`, with codes x (64, 32) and w (columns, 32), whose
-// descriptors are `left` and `right`. Sums of int8 codes are integers, and sums of e4m3 codes are floats. Arguments of the macro: `signs`
-// are the signs of the factors (1: unchanged), which only instructions with floats take; `count` is the sums of a thread, columns / 2;
-// `a`, `b` and `adds` are the numbers of the assembly operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
+// multiply_codes starts to compute sums (64 rows, columns) = x wᵀ, or sums += x wᵀ if `add`, with codes x (64, 32) and w (columns, 32),
+// whose descriptors are `left` and `right`. The caller waits for the sums. Sums of int8 codes are signed integers in uint32_t registers,
+// and sums of e4m3 codes are floats. Arguments of the macro: `signs` are the signs of the factors (1: unchanged), which only instructions
+// with floats take; `count` is the number of sums of a thread, columns / 2; `a`, `b` and `adds` are the numbers of the assembly operands
+// with `left`, `right` and `add`, which are count, count + 1 and count + 2.
 #define INTEGER(sum) "+r"(sum)
 #define FLOAT(sum) "+f"(sum)
 #define PRODUCT_OF_CODES(type, kind, instruction, columns, signs, count, a, b, adds)                                                   \

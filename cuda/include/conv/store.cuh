@@ -17,8 +17,8 @@ template <typename U> __device__ __forceinline__ void store_pair(U *row, int col
     if (column + 1 < columns) row[column + 1] = second;
 }
 
-// What is added to a result (pixels, channels) after rounding to T. `rows` is (pixels / sharing, channels): `sharing` consecutive pixels
-// get the same row of it. If `rows` is null, nothing is added.
+// What is added to a result (pixels, channels) that has been rounded to T; the sum is then rounded to T again. `rows` is
+// (pixels / sharing, channels): `sharing` consecutive pixels get the same row of it. If `rows` is null, nothing is added.
 template <typename T> struct ConvAddend {
     const T *rows;
     uint32_t sharing;
@@ -44,17 +44,17 @@ template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * S
 
 // Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null. The strip has 8 NF columns:
 // acc[j] are this lane's two columns of the eight from 8 j on, in row lane / 4 and then in row lane / 4 + 8. The strip begins at `row` and
-// `column` of the tile, and the tile at column `first` of the result, whose rows have `results` values.
+// `column` of the tile, and the tile at column `first` of the result, whose rows have `columns` values.
 template <typename T, int COUNT, int NF> __device__ __forceinline__ void
-stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int results) {
+stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int columns) {
     const int lane = int(threadIdx.x) % WARP;
 #pragma unroll
     for (int j = 0; j < NF; ++j) {
         const int n = column + j * 8 + lane % 4 * 2;
         float b[2] = {0.f, 0.f};
         if (bias != nullptr) {
-            if (first + n < results) b[0] = widen(bias[first + n]);
-            if (first + n + 1 < results) b[1] = widen(bias[first + n + 1]);
+            if (first + n < columns) b[0] = widen(bias[first + n]);
+            if (first + n + 1 < columns) b[1] = widen(bias[first + n + 1]);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -66,25 +66,25 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
 }
 
 // Writes the staged tile, plus the addend, to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) returns
-// the result's row for a row of the tile, or a negative number if there is none. `first` and `results` are as in `stage_strip`.
+// the result's row for a row of the tile, or a negative number if there is none. `first` and `columns` are as in `stage_strip`.
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
-__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of,
+__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int columns, RowOf row_of,
                                              const ConvAddend<T> &addend = {}) {
     constexpr int PARTS = COUNT / 8; // packs of eight values in a row; T has 16 bits
-    const bool wide = results % 8 == 0 && is_wide(result);
+    const bool wide = columns % 8 == 0 && is_wide(result);
     for (int index = threadIdx.x; index < ROWS * PARTS; index += THREADS) {
         const int row = index / PARTS, column = index % PARTS * 8, n = first + column;
         const int64_t to_row = row_of(row);
-        if (to_row < 0 || n >= results) continue;
+        if (to_row < 0 || n >= columns) continue;
         const T *from = staged + row * STAGED_ROW<T, COUNT> + column;
-        T *to = result + to_row * results + n;
-        const T *more = addend.rows == nullptr ? nullptr : addend.row(to_row, results) + n;
+        T *to = result + to_row * columns + n;
+        const T *more = addend.rows == nullptr ? nullptr : addend.row(to_row, columns) + n;
         if (wide && (more == nullptr || is_wide(more))) {
             auto pack = *reinterpret_cast<const Pack<T, 8> *>(from);
             if (more != nullptr) pack = add_to_pack(pack, load_pack<8>(more).values);
             *reinterpret_cast<Pack<T, 8> *>(to) = pack;
         } else {
-            for (int i = 0; i < 8 && n + i < results; ++i)
+            for (int i = 0; i < 8 && n + i < columns; ++i)
                 to[i] = more == nullptr ? from[i] : narrow<T>(widen(from[i]) + widen(more[i]));
         }
     }
@@ -94,19 +94,19 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
 // of the result and is f32. The sums are not staged. The other arguments are as in `stage_strip` and `store_staged`.
 template <int NF, typename RowOf> __device__ __forceinline__ void
 store_partials(float *partials, const float *bias, const float (&acc)[NF][4], int row, int column, int first,
-               int results, RowOf row_of) {
+               int columns, RowOf row_of) {
     const int lane = int(threadIdx.x) % WARP;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int64_t to_row = row_of(row + lane / 4 + half * 8);
         if (to_row < 0) continue;
-        float *to = partials + to_row * results;
+        float *to = partials + to_row * columns;
 #pragma unroll
         for (int j = 0; j < NF; ++j) {
             const int n = first + column + j * 8 + lane % 4 * 2;
-            const float b[2] = {bias != nullptr && n < results ? bias[n] : 0.f,
-                                bias != nullptr && n + 1 < results ? bias[n + 1] : 0.f};
-            store_pair(to, n, results, acc[j][half * 2] + b[0], acc[j][half * 2 + 1] + b[1]);
+            const float b[2] = {bias != nullptr && n < columns ? bias[n] : 0.f,
+                                bias != nullptr && n + 1 < columns ? bias[n + 1] : 0.f};
+            store_pair(to, n, columns, acc[j][half * 2] + b[0], acc[j][half * 2 + 1] + b[1]);
         }
     }
 }

@@ -18,7 +18,7 @@ struct StepPixel {
 // Copies tiles into the stages, one step after another: the left tiles from the gradient of the output, the right tiles from the
 // windows of the input. The block takes ROWS output channels (left) and COUNT pairs of tap and channel (right).
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // LEFT_COLUMNS and RIGHT_COLUMNS: the number of copies, of LEFT_VEC or RIGHT_VEC values each, for a row of a tile. LEFT_PASS
+    // LEFT_COLUMNS and RIGHT_COLUMNS: the number of copies, of LEFT_VEC or RIGHT_VEC elements each, for a row of a tile. LEFT_PASS
     // and RIGHT_PASS: the number of rows that the block copies at once. PASSES: the number of rows of a right tile into which a
     // thread copies. A thread copies the same columns of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;

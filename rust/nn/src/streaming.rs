@@ -91,7 +91,7 @@ impl Streaming {
     /// [`Error::Argument`] if fewer blocks can be streamed than `options` asks for, or if the modulation is to be
     /// streamed but the model has no separate layers for it.
     pub fn new(shapes: &dyn Module, layers: Quantizable, options: StreamOptions, device: &Device) -> Result<Self> {
-        let (names, count) = (blocks(shapes, &layers), options.blocks);
+        let (names, count) = (block_names(shapes, &layers), options.blocks);
         let most = names.len();
         if count > most {
             let message =
@@ -118,7 +118,7 @@ impl Streaming {
 
     /// The number of blocks of a model that can be streamed.
     pub fn blocks(model: &dyn Module, layers: &Quantizable) -> usize {
-        blocks(model, layers).len()
+        block_names(model, layers).len()
     }
 
     /// Where the weight of the linear layer `layer` is streamed: the units of the weight's ring, and the index of the
@@ -190,7 +190,7 @@ impl Streaming {
 
 /// The names of the blocks with at least one linear layer that `layers` includes and that does not compute the
 /// modulation. The names are in the order in which the model visits the blocks.
-fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
+fn block_names(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
     // All prefixes, up to a dot, of the names of such layers.
     let mut prefixes = HashSet::new();

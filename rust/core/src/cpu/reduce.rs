@@ -203,6 +203,7 @@ fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize);
         groups[last] = (false, 1); // the fold left one element of this dimension
     }
     let divisor = T::Acc::from_f64(divisor);
+    // At least one group is reduced (see `reduce`), so there is a result.
     result.unwrap_or_default().into_iter().map(|x| T::from_acc(x / divisor)).collect()
 }
 

@@ -112,10 +112,10 @@ impl<'a> Gradient<'a> {
         if [wide, narrow].iter().any(|at| !at.is_multiple_of((STEP * dtype.size_in_bytes()) as Address)) {
             return Ok(None);
         }
-        let (rows, columns, ranks32) = (count32(OP, plan.k)?, count32(OP, columns)?, count32(OP, ranks)?);
+        let (rows, columns, ranks_u32) = (count32(OP, plan.k)?, count32(OP, columns)?, count32(OP, ranks)?);
         // The distance in elements of the sum from one rank to the next, and from one column of the wide matrix to the
         // next: the sum is (ranks, columns) if `a` is narrow, else (columns, ranks).
-        let [rank_step, column_step] = if is_a_narrow { [columns, 1] } else { [1, ranks32] };
+        let [rank_step, column_step] = if is_a_narrow { [columns, 1] } else { [1, ranks_u32] };
         let tile = |first_rank: usize| LowRankFactor {
             wide,
             narrow: narrow + (first_rank * dtype.size_in_bytes()) as Address,

@@ -114,6 +114,7 @@ impl Sharing {
 
     /// The number of this process among the processes of its machine, from 0.
     pub(super) fn number(&self) -> usize {
+        // `machine` has the rank of this process, so the default is not used.
         self.machine.iter().position(|&rank| rank == self.rank).unwrap_or(0)
     }
 

@@ -76,6 +76,7 @@ impl AdapterFormat {
 
     /// The format's name in options and errors.
     pub fn name(self) -> &'static str {
+        // `NAMES` has every format, so the default is not used.
         Self::NAMES.iter().find(|(_, format)| *format == self).map_or("", |(name, _)| name)
     }
 }

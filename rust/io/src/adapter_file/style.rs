@@ -20,7 +20,7 @@ pub enum Style {
     Processor,
     /// `ComfyUI`'s prefix of the part, and the original name.
     ComfyUi,
-    /// `ComfyUI`'s prefix of the part, and diffusers' name.
+    /// `ComfyUI`'s prefix of the part, and diffusers' name, which is the model's own name in this library.
     ComfyUiOwn,
     /// `base_model.model.` and diffusers' name.
     Peft,

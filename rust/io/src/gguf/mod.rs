@@ -96,7 +96,7 @@ impl GgufFile {
                 let columns = format.block();
                 let rows = info.bytes / format.block_bytes();
                 let blocks = self.read_stored(info, &[rows, format.block_bytes()], DType::U8)?;
-                // `BLOCK_DTYPE` is the dtype that the matrix has by default; `dequantize` below gets its own.
+                // `BLOCK_DTYPE` is the dtype that the matrix has by default; `dequantize` below gets `dtype` instead.
                 let matrix =
                     Quantized::from_ggml(format, &Tensor::from_raw(&blocks), BLOCK_DTYPE)?.to_device(device)?;
                 debug_assert_eq!(matrix.dims(), [rows, columns], "a block is a row");

@@ -12,7 +12,7 @@ pub use model::{ChromaConditions, ChromaTransformer};
 
 use crate::registry::ModelKind;
 
-/// The registry entry of Chroma's transformer.
+/// The registry entry of Chroma's transformer. Messages about unexpected files recognise it by its approximator's keys.
 pub static KIND: ModelKind = ModelKind::of::<ChromaTransformer>(
     "ChromaTransformer",
     ("a Chroma transformer", "distilled_guidance_layer.layers.0.linear_1."),

@@ -24,6 +24,7 @@ pub struct DigitsTransformer {
     time_embedding: TimestepEmbedding,
     class_embedding: Tensor,
     blocks: Blocks<Block>,
+    /// Computes the scale and the shift of the last norm, which has no weights of its own.
     norm_out: Linear<Tensor>,
     proj_out: Linear<Tensor>,
 }

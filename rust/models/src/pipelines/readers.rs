@@ -199,11 +199,11 @@ fn has_same_row_order(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
-/// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style.
-/// diffusers reads its own names also in kohya's style and after `ComfyUI`'s prefix. It reads `ComfyUI`'s names in
-/// kohya's style, except those of the first and the last layer. After `ComfyUI`'s prefix, it reads only those of
-/// `ComfyUI`'s names that are also diffusers' names. musubi-tuner, kohya's trainer for this model, uses diffusers'
-/// names in kohya's style.
+/// Z-Image. Its original names are those of `ComfyUI`'s files, here called `ComfyUI`'s names. `ComfyUI` reads these and
+/// also diffusers' names, but not diffusers' names in kohya's style. diffusers reads its own names also in kohya's
+/// style and after `ComfyUI`'s prefix. It reads `ComfyUI`'s names in kohya's style, except those of the first and the
+/// last layer. After `ComfyUI`'s prefix, it reads only those of `ComfyUI`'s names that are also diffusers' names.
+/// musubi-tuner, kohya's trainer for this model, uses diffusers' names in kohya's style.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

@@ -45,9 +45,9 @@ pub trait Architecture: Model + Sized {
 
     /// Determines the configuration of the model in an original checkpoint (one file with the names of the model's
     /// authors or of llama.cpp, and without a `config.json`) from the shapes of its tensors. `original` says how the
-    /// file names them. Fields that shapes do not determine come from the first of the `known` configurations (one
-    /// found with the file, then those of published models) with the same sizes. If there is none, they come from the
-    /// default configuration.
+    /// file names its tensors. Fields that shapes do not determine come from the first of the `known` configurations
+    /// (one found with the file, then those of published models) with the same sizes. If there is none, they come from
+    /// the default configuration.
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be determined, or if the sizes belong to a model that is not supported.
@@ -112,8 +112,8 @@ pub trait Architecture: Model + Sized {
     /// Returns the quantization of the model's layers to `format`. If `format` is None, a layer that may be quantized
     /// stays quantized if its file stores it in blocks of ggml; no other layer is quantized. If `format` is int8 or fp8
     /// and linear layers multiply codes ([`uses_w8a8`]), only the layers of
-    /// [`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied) are quantized, unless this list is
-    /// empty. `op` is the operation's name in errors.
+    /// [`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied) are quantized; if this list is empty,
+    /// all layers that may be quantized are. `op` is the operation's name in errors.
     ///
     /// # Errors
     /// [`Error::Argument`] if `format` is not None but no layer may be quantized.

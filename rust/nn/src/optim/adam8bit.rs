@@ -170,8 +170,8 @@ impl Coefficients {
         }
     }
 
-    /// Returns the parameter after a move along `ratio` (the first moment divided by the root of the second) and weight
-    /// decay.
+    /// Returns the parameter after a move along `ratio` (the first moment divided by the root of the second plus
+    /// `eps`) and weight decay.
     #[inline(always)]
     fn updated(&self, param: f32, ratio: f32) -> f32 {
         self.step_size.mul_add(ratio, param) * self.decay
@@ -249,7 +249,7 @@ impl Coefficients {
         let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
         let (scale1, scale2) = (l.splat(*absmax1), l.splat(*absmax2));
         let (beta1, beta2) = (l.splat(self.beta1), l.splat(self.beta2));
-        let (weight1, weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
+        let (one_minus_beta1, one_minus_beta2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
         let (step_size, eps, decay) = (l.splat(self.step_size), l.splat(self.eps), l.splat(self.decay));
         let zero = l.splat(0.0);
         let (mut max1, mut max2) = (zero, zero);
@@ -263,15 +263,16 @@ impl Coefficients {
                 for i in 0..TOGETHER {
                     let g = l.load(&grad[starts[i]..]);
                     let old2 = l.mul(l.part(codebook2, decoded2, codes2, part + i), scale2);
-                    moment2[i] = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
+                    moment2[i] = l.mul_add(l.mul(one_minus_beta2, g), g, l.mul(old2, beta2));
                 }
+                // Until the division below, `ratio` has the roots.
                 for i in 0..TOGETHER {
                     ratio[i] = l.sqrt(moment2[i]);
                 }
                 for i in 0..TOGETHER {
                     let g = l.load(&grad[starts[i]..]);
                     let old1 = l.mul(l.part(codebook1, decoded1, codes1, part + i), scale1);
-                    moment1[i] = l.mul_add(weight1, g, l.mul(old1, beta1));
+                    moment1[i] = l.mul_add(one_minus_beta1, g, l.mul(old1, beta1));
                 }
                 for i in 0..TOGETHER {
                     ratio[i] = l.div(moment1[i], l.add(ratio[i], eps));

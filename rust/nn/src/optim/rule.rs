@@ -35,8 +35,8 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The average that replaces the parameters outside of training, if the optimizer keeps one.
     const AVERAGE: Option<Average<Self::Config>> = None;
 
-    /// Whether the update increments the step counter; false if the rule is the second half of a step whose first half
-    /// is another rule.
+    /// Whether the update increments the step counter. A step may consist of two rules, one run after the other; then
+    /// only the first one counts the step.
     const COUNTS: bool = true;
 
     /// Checks the ranges of hyper-parameters.
@@ -187,7 +187,7 @@ impl<'a, T> StateSlice<'a, T> {
     }
 
     /// Splits the state of an elementwise update after the entries of the first `at` elements, a multiple of
-    /// [`BLOCK_SIZE`].
+    /// [`BLOCK_SIZE`]. For such an update, `Float` has one entry for each element.
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         match self {
             Self::Float(data) => {

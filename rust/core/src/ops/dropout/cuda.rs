@@ -18,8 +18,9 @@ pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, scale: f64
         // The kernel takes elements in groups of 64. A thread computes `wide` neighbouring elements in each quarter of
         // a group.
         let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
-        // The address is null, and seed and offset are those of `state`, unless a CUDA graph records a draw from its
-        // generator: then `offset` is relative to the state at the address, which each replay advances.
+        // Usually the address is null, and seed and offset are those of `state`. But if a CUDA graph is recorded and
+        // `state` is of the generator that the graph draws from, `offset` is relative to the state at the address,
+        // which each replay advances.
         let (state_address, State { seed, offset }) = generator(state);
         let (x, len) = (input(op, &x)?, y.elem_count() as u64);
         let y_output = output(op, &y)?;

@@ -140,8 +140,8 @@ impl Sizes {
         [u64::from(self.channels), taps, u64::from(self.out_channels)]
     }
 
-    /// Whether groups have fewer than 8 input or output channels, too few for tiles. Kernels without tiles then compute
-    /// each element of the result separately.
+    /// Whether there are several groups, and each has fewer than 8 input or output channels, too few for tiles. Kernels
+    /// without tiles then compute each element of the result separately.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
@@ -412,8 +412,8 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         return Ok(dx);
     };
     let tiles = count_tiles(tile.rows, tile.columns);
-    // The number of terms of the sums of all phases together. A phase has about an equal share of them, because each
-    // kernel tap belongs to one phase.
+    // The number of terms of one sum of each phase, added up over the phases. A phase has about an equal share of them,
+    // because each kernel tap belongs to one phase.
     let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
     let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;

@@ -19,9 +19,10 @@ const WARP_COLUMNS: usize = 32;
 /// Number of rows that a block of threads computes.
 const ROWS: usize = 128;
 
-/// Whether the kernels support units of `width` columns in `dtype` with these products. `dtype` must be f16 or bf16,
-/// and `width` a multiple of 32. There must be at least one product. Each must be for the features or for the gate,
-/// which have `width` columns each, and have a contiguous B. All must have the same rank: 16, 32 or 64.
+/// Whether the kernels support units of `width` columns in `dtype` with these late products (see [`forward`]). `dtype`
+/// must be f16 or bf16, and `width` a multiple of 32. There must be at least one product. Each must be for the features
+/// or for the gate, which have `width` columns each, and have a contiguous B. All must have the same rank: 16, 32 or
+/// 64.
 pub fn supports<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
