@@ -49,7 +49,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     __device__ __forceinline__ void init() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) {
-                // One arrival, of the thread that starts the copies, and one of each warpgroup of the cluster.
+                // `filled` expects one arrival, of the thread that starts the copies; `emptied` one of each warpgroup of the cluster.
                 barrier_init(filled + i * 8, 1);
                 barrier_init(emptied + i * 8, CLUSTER * WORKERS / WARPGROUP);
             }
@@ -68,7 +68,8 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     // For the thread that starts the copies: waits until the current stage may be overwritten, and announces to its `filled` barrier the
     // STAGE_BYTES bytes that the copies write.
     __device__ __forceinline__ void begin_copies() const {
-        // The warpgroups end one phase of `emptied` in each round. The phase of the previous round has the parity of its number.
+        // The warpgroups end one phase of `emptied` in each round, with the parity of the round's number. This waits for the phase of the
+        // previous round.
         if (round > 0) barrier_wait(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }

@@ -44,8 +44,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
         });
         __syncthreads();
         for (uint32_t pivot = 0; pivot < size; pivot++) {
-            // This loop multiplies the elements of the pivot's row by `inverse` as it reads them. Only the next loop stores the products,
-            // because all threads read this row.
+            // `for_each` multiplies the elements of the pivot's row by `inverse` as it reads them. Only the loop after it stores the
+            // products, because all threads read this row.
             const A inverse = A(1) / system[pivot * width + pivot];
             for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
                 if (row == pivot) return;

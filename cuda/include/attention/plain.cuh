@@ -70,7 +70,8 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
 }
 
 // Computes the scores of 32 queries, from `query` on, and 32 keys, from `key` on: negative infinity where a query does not see a key.
-// They are distributed over the threads as the products of `row_products`.
+// They are distributed over the threads as the products of `row_products`. A mask comes only with `Dense`: then each head of keys
+// belongs to one head of queries, and `task.head` is the index of both.
 template <typename T, class VisibleKeys>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
                              const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const VisibleKeys &visible,
@@ -146,8 +147,8 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
 
     R sum[2][4] = {};
     // The end (exclusive) of the keys that some query of the tile may see.
-    const uint32_t seen = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
-    for (uint32_t key = visible.first_key(first); key < seen; key += PLAIN_TILE) {
+    const uint32_t key_end = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
+    for (uint32_t key = visible.first_key(first); key < key_end; key += PLAIN_TILE) {
         R scores[2][2];
         plain_scores(scores, queries, first, keys, key, mask, task, shape, visible, left, right);
         // `weights` holds the scores until the loop over `row` replaces them by weights.

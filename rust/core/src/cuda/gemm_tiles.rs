@@ -62,14 +62,14 @@ const CHOICES: &[Choice] = &[
     ([6144, 4096, 1536], false, false, 20),
 ];
 
-/// Returns the tile for a product, if one is known to be faster. A listed choice also applies to fewer rows, by
-/// less than an eighth, because they need nearly the same number of tiles.
+/// Returns the tile for a product, if one is known to be faster. A choice also applies if the product's n is smaller
+/// than the listed n by less than an eighth, because it needs nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     if !gpu.runs_hopper_kernels() || !key.arithmetic.is_half() {
         return None;
     }
-    // The choices were measured with row-major inputs, the second operand: cuBLAS does not transpose them.
-    // (An operand of a key has a second field, the distance between its columns, which does not matter here.)
+    // The second operand is the model's input. The choices were measured with row-major inputs, which cuBLAS does not
+    // transpose (`false`). The other field of each operand, the distance between its columns, does not matter here.
     let ([m, n, k], [(is_transposed, _), (false, _)]) = (key.sizes, key.operands) else { return None };
     let fits = |&&([listed_m, listed_n, listed_k], listed_transposed, listed_bias, _): &&Choice| {
         (listed_m, listed_k, listed_transposed, listed_bias) == (m, k, is_transposed, key.arithmetic.has_bias())

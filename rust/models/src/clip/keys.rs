@@ -167,9 +167,10 @@ pub(super) fn deduce(
         },
         ..CLIPTextConfig::default()
     };
-    let agrees = |known: &CLIPTextConfig| {
-        let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = known.clone();
-        CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() } == *known
+    let agrees = |candidate: &CLIPTextConfig| {
+        let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = candidate.clone();
+        CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() }
+            == *candidate
     };
     if let Some(config) = known.into_iter().find(agrees) {
         return Ok(config);

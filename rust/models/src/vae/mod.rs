@@ -19,6 +19,7 @@ use crate::registry::ModelKind;
 /// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
     "AutoencoderKL",
+    // For messages about a wrong file: the noun of such a model, and a prefix of the keys in its files.
     ("an autoencoder", "decoder.up_blocks."),
     // The second class is FLUX.2's autoencoder.
     &[AutoencoderKL::CLASS_NAME, AutoencoderKL::NORMED_CLASS_NAME],

@@ -111,7 +111,7 @@ impl Rule for AdamRule {
     // `false`: the weight decay is an L2 penalty; AdamW has `true`, for decoupled weight decay.
     const UPDATE: Update<AdamConfig, f32> = update::<f32, false>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, false>);
-    // Adam updates one element at a time, so no kernel must run before the step (`before`). The states are floats, so
+    // Adam updates one element at a time, so no kernel has to run before the step (`before`). The states are floats, so
     // there is no kernel for 8-bit states.
     const KERNELS: Option<Kernels<AdamConfig>> =
         Some(Kernels { prepare: "adam", step: "adam", before: &[], step_8bit: None, settings: kernel_settings });

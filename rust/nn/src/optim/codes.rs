@@ -99,7 +99,8 @@ impl Lines {
             // Above the last decade, all magnitudes have the same number; its fraction is not near a whole number.
             DECADES => (0.0, first_number(DECADES) as f64 + 0.5),
             // The first decade is an exception: its lowest border is the one between zero and the smallest magnitude.
-            // If `signed`, the decade has a single value, so the line only has to reach 1 at that border.
+            // If `signed`, the decade has a single value, so the line only has to reach 1 at that border; it begins at
+            // 0.5 for the magnitude 0.
             0 => {
                 let lowest = f64::from(border(0));
                 let slope = if signed { 0.5 / lowest } else { 1.0 / (f64::from(border(1)) - lowest) };

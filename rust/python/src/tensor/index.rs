@@ -159,6 +159,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 let range = slice.indices(size as isize)?;
                 if range.step == 1 || range.slicelength == 0 {
                     if range.slicelength != size {
+                        // Python's start of an empty slice may be -1, if the step is negative.
                         let start = if range.slicelength == 0 { 0 } else { range.start as usize };
                         result = catch_panics(|| result.narrow(dim, start, range.slicelength))?;
                     }

@@ -217,7 +217,7 @@ fn betas(config: &NoiseScheduleConfig) -> Result<Vec<f64>> {
         return checked(betas.clone());
     }
     if config.beta_schedule != BetaSchedule::SquaredCosine {
-        // Before the square roots, so that an error shows the value of the configuration.
+        // Checks both before their square roots are taken, so that an error shows the value of the configuration.
         checked(vec![beta_start, beta_end])?;
     }
     // `max` avoids a division by 0; `checked` rejects fewer than 2 timesteps.

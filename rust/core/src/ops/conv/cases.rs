@@ -20,7 +20,8 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         padded = Tensor::cat(&[&zeros, &padded, &zeros], dim)?;
     }
     let kernel = [weight.dims()[1], weight.dims()[2]];
-    let positions = |i: usize| (padded.dims()[i + 1] - dilation[i] * (kernel[i] - 1) - 1) / stride[i] + 1;
+    // The height (`axis` = 0) or the width (`axis` = 1) of the result.
+    let out_size = |axis: usize| (padded.dims()[axis + 1] - dilation[axis] * (kernel[axis] - 1) - 1) / stride[axis] + 1;
     let mut results = Vec::new();
     for group in 0..groups {
         let channels = weight.dims()[3];
@@ -29,8 +30,8 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         let mut sum: Option<Tensor> = None;
         for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
             // The arguments of `strided` are a dimension, the first index, the number of indices, and their distance.
-            let lines = image.strided(1, i * dilation[0], positions(0), stride[0] as isize)?;
-            let pixels = lines.strided(2, j * dilation[1], positions(1), stride[1] as isize)?;
+            let lines = image.strided(1, i * dilation[0], out_size(0), stride[0] as isize)?;
+            let pixels = lines.strided(2, j * dilation[1], out_size(1), stride[1] as isize)?;
             let tap = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, channels))?;
             let product = pixels.matmul(&tap.t()?)?;
             sum = Some(match sum {
@@ -50,7 +51,7 @@ fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Cas
 }
 
 /// Cases of convolutions of x[0] with frozen weight and bias, plus the addend x[1]. The arguments of `case` are the
-/// label, the shapes of x[0] and x[1], the height and width of the kernel, and whether there is a bias. `frozen` makes
+/// label, the shapes of x[0] and x[1], the size of the square kernel, and whether there is a bias. `frozen` makes
 /// a constant of the given shape, with the dtype of x[0].
 fn add_cases() -> Vec<Case> {
     let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {

@@ -123,9 +123,9 @@ fn an_image_in_several_parts_matches_plain_loops() {
 
 #[test]
 fn few_and_many_channels_match_plain_loops() {
-    // Fewer channels than a vector register of the CPU has lanes, and more than a panel has. The CPU form packs the
-    // weight into panels. Each is for a block of the channels of y (forward pass) or of the gradient of x (backward
-    // pass), as many as a few registers have lanes.
+    // The CPU form packs the weight into panels. A panel is for a block of the channels of y (forward pass) or of the
+    // gradient of x (backward pass): as many channels as a few vector registers have lanes. The cases have fewer
+    // channels than one register has lanes, and more channels than a panel.
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     for (channels, out, groups) in [(1, 1, 1), (5, 37, 1), (33, 13, 1), (70, 66, 2), (12, 12, 4), (8, 16, 8), (7, 7, 7)]
     {

@@ -124,7 +124,7 @@ enum HeadResult {
 }
 
 /// A case with a quantized weight (7, 27) of a head of 7 classes, for states of 27 features. With rows of 27 elements,
-/// NF4's blocks of 64 elements cross the ends of rows.
+/// NF4's blocks of 64 elements cross the ends of rows. `example` makes the same weight each time.
 fn quantized_head_case(label: &'static str, format: Format, result: HeadResult) -> Case {
     const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
     Case::new(label, &[&[TARGETS.len(), 27]], move |x| {

@@ -247,7 +247,7 @@ impl Prodigy {
         current.d_max = current.d_max.max(estimate);
         let d = current.d_max.min(current.d * config.growth_rate);
         self.stepper.set_shared(Estimate { d, numerator, steps: step, ..current }.to_shared())?;
-        // Updates the variables.
+        // Updates the variables. As in `prodigyopt`, `dlr` is still that of the previous estimate.
         self.run::<Apply>(&wanted, d, dlr)
     }
 
