@@ -89,8 +89,8 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         // Codes have six bits. A half of the block (128 elements) has 64 bytes for the low four bits of its codes, and 32 bytes for the
         // high two bits. The block has the low bits of both halves, then the high bits of both (from byte 128 on), 16 factors (from byte
         // 192 on) and its scale (byte 208). Quarter r of a half (32 elements) has its low bits in nibble r / 2 of 32 bytes, which begin at
-        // byte 32 (r % 2) of the half's low bits, and its high bits in the bits 2 r and 2 r + 1 of each of the half's 32 bytes of high bits.
-        // Each 16 elements have a factor of the block's scale.
+        // byte 32 (r % 2) of the half's low bits, and its high bits in the bits 2 r and 2 r + 1 of each of the half's 32 bytes of high
+        // bits. Each 16 elements have a factor of the block's scale.
         const uint32_t half = at / 128, quarter = at / 32 % 4, offset = at % 32;
         const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + offset), quarter / 2 * 4);
         const uint2 high = eight(block + 128 + 32 * half + offset);

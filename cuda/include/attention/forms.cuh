@@ -14,7 +14,8 @@
 
 // The class of the rows of a block's own tile, which the block keeps while it loops over other tiles. In the gradient of keys and values,
 // the own rows are keys, and the loop is over queries; otherwise the own rows are queries, and the loop is over keys. The own rows are the
-// left operand of the block's products: `ROWS` rows of `D` elements, the width of a head, with 16 * `M` rows for each warp. With warpgroups, products read these rows from shared memory; otherwise registers hold them.
+// left operand of the block's products: `ROWS` rows of `D` elements, the width of a head, with 16 * `M` rows for each warp. With
+// warpgroups, products read these rows from shared memory; otherwise registers hold them.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
 // The forward pass for widths up to 64: the number of keys in a tile, and the number of blocks that a multiprocessor must have room for
 // (the second argument of `__launch_bounds__`, which limits the registers of a thread).

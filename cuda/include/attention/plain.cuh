@@ -211,8 +211,8 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
-    // The rows that the loop over `other` reads, a tile at a time: for the gradient of q, the keys from the first to the last that a query of
-    // the block's tile sees; otherwise the queries from the first to the last that see a key of the block's tile.
+    // The rows that the loop over `other` reads, a tile at a time: for the gradient of q, the keys from the first to the last that a
+    // query of the block's tile sees; otherwise the queries from the first to the last that see a key of the block's tile.
     uint32_t begin = 0, end = QUERIES ? shape.keys : visible.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
     if (QUERIES) begin = visible.first_key(first);
