@@ -67,8 +67,8 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
 }
 
 // An index of the summed dimension, split into `block`, a block of channels; (a, b), a kernel tap; and `channel`, a channel in
-// the block. The dimension is in this order. `Work` chooses `block_channels`, the number of channels of a block: STEP where
-// possible, because consecutive taps then find their pixels in the L1 cache; otherwise all channels.
+// the block. The dimension is ordered by block, then by tap, then by channel. `Work` chooses `block_channels`, the number of channels
+// of a block: STEP where possible, because consecutive taps then find their pixels in the L1 cache; otherwise all channels.
 struct Place {
     int a, b, channel, block;
 
@@ -98,13 +98,13 @@ struct Place {
 
 // The windows that ROWS result pixels sum over, as a tile (result pixels, summed values). VEC values are copied at a time.
 // In this and the next two structures, COLUMNS is the number of copies for a row of a tile, PASS the number of rows that the
-// block copies at once, and PASSES the number of rows into which a thread copies. Thread t copies the VEC values from column
+// thread block copies at once, and PASSES the number of rows into which a thread copies. Thread t copies the VEC values from column
 // t % COLUMNS * VEC on, in the rows t / COLUMNS + i * PASS for i < PASSES.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
     // For each of the thread's rows: the index of the source pixel at the first tap, even if this tap is outside the image; and
-    // which taps are inside. Bit a of `inside` is for the height of the taps (a, b), bit 16 + b for their width.
+    // which taps are inside. Bit a of `inside` says whether the y of the taps (a, b) is inside, bit MAX_KERNEL + b whether their x is.
     int pixel[PASSES];
     uint32_t inside[PASSES];
 

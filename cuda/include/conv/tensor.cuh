@@ -36,16 +36,17 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     // ones; see `Place` in copy.cuh); and the steps from `begin` to `end` (exclusive).
     int row, column, block_channels, begin, end;
 
-    // blockIdx.y is the phase of a strided gradient. `columns` (below) is the number of tiles over the channels of the result.
+    // blockIdx.y is the phase of a strided gradient.
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
-        const int columns = (gather.results + COUNT - 1) / COUNT;
+        // The number of tiles over the channels of the result.
+        const int channel_tiles = (gather.results + COUNT - 1) / COUNT;
         if constexpr (PAIRED) {
             // Pair number `blockIdx.x / 2` has one tile of channels and two tiles of pixels, one for each of its blocks.
-            row = (int(blockIdx.x) / 2 / columns * 2 + int(blockIdx.x) % 2) * ROWS;
-            column = int(blockIdx.x) / 2 % columns * COUNT;
+            row = (int(blockIdx.x) / 2 / channel_tiles * 2 + int(blockIdx.x) % 2) * ROWS;
+            column = int(blockIdx.x) / 2 % channel_tiles * COUNT;
         } else {
-            row = int(blockIdx.x) / columns * ROWS;
-            column = int(blockIdx.x) % columns * COUNT;
+            row = int(blockIdx.x) / channel_tiles * ROWS;
+            column = int(blockIdx.x) % channel_tiles * COUNT;
         }
         block_channels = PAIRED || gather.channels % STEP == 0 ? STEP : gather.channels;
         const int steps = PAIRED ? gather.taps() * ((gather.channels + STEP - 1) / STEP)

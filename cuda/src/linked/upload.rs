@@ -125,7 +125,7 @@ impl Ring {
                 std::ptr::copy_nonoverlapping(from.add(done), host, length);
                 driver_copy(to + done as u64, host.cast_const().cast(), length, self.stream as Stream)
             })?;
-            // The next value begins at a multiple of 256 bytes.
+            // Align the next value: it begins at a multiple of 256 bytes.
             self.used = (self.used + length).next_multiple_of(256).min(PIECE);
             done += length;
         }
@@ -188,7 +188,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
                 *has_rejected = true;
                 return Some(driver::CAPTURE_UNSUPPORTED);
             }
-            // Memory of eager work, because temporaries of any graph may overwrite the memory of captures.
+            // Memory of eager work, not of captures: temporaries of any graph may overwrite the memory of captures.
             let address = match memory::allocate_from(Some(Origin::Eager), size, stream) {
                 Ok(address) => address,
                 Err(status) => return Some(status.0),

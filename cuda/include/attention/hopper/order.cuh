@@ -34,7 +34,7 @@ template <int M> struct Order {
 
     // The tile of queries of the first step of tile `tile` of keys. From there, the steps go through all tiles of queries; the first tile
     // follows the last. The first steps of the tiles of keys are spread evenly over the tiles of queries, so that blocks seldom wait for
-    // each other's additions.
+    // each other's additions. There is a step for each tile of queries, so `schedule.steps` is also the number of these tiles.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
 
     // The tile of queries of the current step of a span.
@@ -56,9 +56,9 @@ template <int M> struct Order {
     };
 
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `cursor`: how many other tiles of keys add to these
-    // gradients before it. The block of `keys` does `time` steps before it reaches these queries. A tile of keys whose block does fewer
-    // steps before adds earlier; if two blocks do equally many, the tile with the lower index adds earlier. All lanes of the warp take
-    // part and get the result.
+    // gradients before it. The block of each tile of keys has done a number of steps when it reaches these queries; for the block of
+    // `keys`, the number is `time`. Tiles of keys with smaller numbers add earlier; of two with equal numbers, the one with the lower
+    // index adds earlier. All lanes of the warp take part and get the result.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const QueryCursor &cursor, uint32_t time) const {
         const uint32_t queries = cursor.tile;
         uint32_t before = 0;
@@ -71,17 +71,17 @@ template <int M> struct Order {
     }
 
     // The mask of the 64 keys from `first` on, of which each of four warps has 16: it hides keys beyond the head's last key. `key` is the
-    // thread's first key; its second key is `key` + 8. `is_last` tells whether the tile of these keys reaches beyond the last key.
+    // thread's first key; its second key is `key` + 8. `has_hidden` tells whether the tile of these keys reaches beyond the last key.
     struct VisibleKeys {
         uint32_t key, keys;
-        bool is_last;
+        bool has_hidden;
 
         __device__ __forceinline__ VisibleKeys(const Order &order, uint32_t first)
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
-              is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
+              has_hidden((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 
         // Whether weights may need `hide`. The argument, the first query, does not matter: the answer is the same for all queries.
-        __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
+        __device__ __forceinline__ bool hides(uint32_t) const { return has_hidden; }
         // Sets the weights of keys beyond the last key to zero. Of every four weights, the last two are those of the thread's second key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
 #pragma unroll
@@ -93,7 +93,7 @@ template <int M> struct Order {
     // Describes the split item with index `index` among the split items. Always returns true, unlike `Shares::split`.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         split.item = schedule.whole + index; // the first `whole` items are not split
-        split.first = schedule.first_block(split.item, split.count);
+        split.first = schedule.first_block(split.item, split.count); // also sets `split.count`
         return true;
     }
     // The slot in which a block has stored part `index` of a split item.
