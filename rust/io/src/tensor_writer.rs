@@ -120,9 +120,9 @@ pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &B
 
 /// The JSON header, padded with spaces to a multiple of eight bytes.
 fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
-    let mut entries = Map::new();
+    let mut fields = Map::new();
     if !metadata.is_empty() {
-        entries.insert("__metadata__".into(), json!(metadata));
+        fields.insert("__metadata__".into(), json!(metadata));
     }
     let mut start = 0;
     for entry in tensors {
@@ -134,11 +134,11 @@ fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> R
             ));
         }
         let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
-        let entry = json!({"dtype": dtype_name(entry)?, "shape": shape, "data_offsets": [start, end]});
-        entries.insert(name.clone(), entry);
+        let field = json!({"dtype": dtype_name(entry)?, "shape": shape, "data_offsets": [start, end]});
+        fields.insert(name.clone(), field);
         start = end;
     }
-    let mut header = Value::Object(entries).to_string().into_bytes();
+    let mut header = Value::Object(fields).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     Ok(header)
 }

@@ -104,6 +104,7 @@ impl LinearGroup {
     /// # Errors
     /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
     pub fn feed_forward(&self, x: &Tensor, last: &Linear<Tensor>) -> Result<Tensor> {
+        // Only for its errors.
         self.features_and_gate()?;
         let adapter = last.slot().get();
         if let Some(product) = adapter.map(|adapter| adapter.as_low_rank(x.dtype())).transpose()?.flatten() {

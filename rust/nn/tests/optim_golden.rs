@@ -223,6 +223,7 @@ fn prodigy_follows_prodigyopt() {
             }
             assert!(opt.d().unwrap() > 3.0 * config.d0, "{name}{suffix}: the estimate d has hardly grown");
             for (key, state) in opt.state_dict().unwrap() {
+                // Only states of a variable have a dot in their keys, unlike entries such as the learning rate.
                 let Some((index, key)) = key.split_once('.') else { continue };
                 let error = difference(&state, &golden.tensor(&format!("{name}{suffix}.{index}.{key}")));
                 assert!(error <= tolerance, "{name}{suffix}: {index}.{key} differs by {error:e}");

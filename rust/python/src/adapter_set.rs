@@ -305,7 +305,8 @@ impl Attached {
     ) -> Result<Py<AdapterSet>> {
         self.check_empty(op)?;
         let set = Arc::new(detached(py, make)?);
-        // Another thread may have attached a set while `make` ran. Then disabling takes the new set off the layers.
+        // Another thread may have attached a set while `make` ran. If so, take the new set off the layers, which
+        // disabling does.
         if let Err(error) = self.check_empty(op) {
             set.set_enabled(false);
             return Err(error);

@@ -46,8 +46,8 @@ pub struct Quantized {
     dtype: DType,
     /// At least one part, so [`device`](Self::device) and [`format`](Self::format) never return their defaults.
     parts: Arc<[Part]>,
-    /// The codes transposed, for the product that computes an input's gradient, and a scale of 1 for each of their rows
-    /// (`ones`), because the matrix's own scales multiply the other factor of this product; see
+    /// The codes transposed, for the product that computes an input's gradient. This product needs a scale for each of
+    /// their rows. It is 1 (`ones`), because the matrix's own scales multiply the product's other factor; see
     /// [`with_transposed_codes`](Self::with_transposed_codes).
     transposed: Option<Transposed>,
 }

@@ -126,12 +126,12 @@ pub fn filled_in_parts(
         let mut values = Vec::<T>::with_capacity(count);
         let room = &mut values.spare_capacity_mut()[..count];
         let failure = Mutex::new(None);
-        par_chunks_mut(room, part / size_of::<T>(), |number, room| {
-            // SAFETY: the slice is filled with zero bytes before it is read, and zero bytes are a number of every
+        par_chunks_mut(room, part / size_of::<T>(), |number, chunk| {
+            // SAFETY: the chunk is filled with zero bytes before it is read, and zero bytes are a number of every
             // dtype.
             let bytes = unsafe {
-                room.as_mut_ptr().write_bytes(0, room.len());
-                std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))
+                chunk.as_mut_ptr().write_bytes(0, chunk.len());
+                std::slice::from_raw_parts_mut(chunk.as_mut_ptr().cast::<u8>(), size_of_val(chunk))
             };
             if let Err(error) = fill(number * part, bytes) {
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

@@ -21,8 +21,8 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// The names of the layers outside of the blocks and of the approximator's residual layers. `norms` stands for all
-/// norms of the approximator.
+/// The names of the layers that are neither in a block nor in a residual layer of the approximator. `norms` stands for
+/// all norms of the approximator.
 const OUTSIDE: [Renaming; 6] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -37,8 +37,9 @@ const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 
 /// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. The shapes
-/// determine all fields except `axes_dims_rope`. This field comes from the first configuration in `known` whose other
-/// fields agree, or else from the published model.
+/// determine all fields except `axes_dims_rope`. This field comes from the first of the `known` configurations (one
+/// found with the file, then those of published models) whose other fields agree, or else from
+/// [`ChromaConfig::default`].
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, the sizes do not fit one another, or the

@@ -97,6 +97,7 @@ impl Configuration for CLIPTextConfig {
     }
 
     fn to_json(&self) -> Map<String, Value> {
+        // Every activation is in `ACTIVATIONS`, so "" is never written.
         let act = ACTIVATIONS.iter().find(|(_, act)| *act == self.hidden_act).map_or("", |(name, _)| *name);
         let class = match self.projection_dim {
             Some(_) => super::PROJECTING_CLASS_NAME,

@@ -31,6 +31,7 @@ impl DpmSolver {
         // Of `steps + 1` spaced timesteps, only the first `steps`, at which steps start: the last step ends at σ = 0,
         // pushed below, and not at the remaining timestep.
         let mut timesteps = grid::spaced(schedule, steps + 1, steps)?;
+        // As in diffusers, this sampler has whole timesteps. The other spacings give whole timesteps already.
         if schedule.config().timestep_spacing == TimestepSpacing::Linspace {
             timesteps.iter_mut().for_each(|t| *t = t.round_ties_even());
         }

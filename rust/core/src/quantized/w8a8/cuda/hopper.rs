@@ -14,8 +14,8 @@ use crate::{Raw, Result};
 const ROWS: usize = 128;
 /// How many codes of each row of x and W one stage holds. A stage is a buffer in shared memory.
 const STEP: usize = 128;
-/// The work on a tile besides its products takes about as long as the products of this many columns, whatever the
-/// number of the tile's columns: the tile's rows are copied and read.
+/// Besides the products, a block copies and reads the rows of x for its tile. This takes about as long as the products
+/// of this many columns, whatever the number of the tile's columns.
 const OVERHEAD_COLUMNS: usize = 100;
 
 /// A kernel, described by the tile of the result that each of its blocks computes at a time.
@@ -52,9 +52,9 @@ impl Tile {
 /// The kernel for a product with `rows` rows, on a device that computes `most_clusters` clusters at a time; `None` if
 /// cuBLASLt is expected to be faster.
 ///
-/// For int8, this is the kernel that is expected to take the least time. For e4m3 there is one kernel. It is faster
-/// than cuBLASLt, which has tiles of 128 columns, if its clusters fill at least 7/8 of one or two rounds: then
-/// cuBLASLt's tiles leave a part of the device idle. In a round, the device computes `most_clusters` clusters. Measured
+/// The device computes the clusters in rounds of `most_clusters`. For int8, this is the kernel that is expected to take
+/// the least time. For e4m3 there is one kernel. It is faster than cuBLASLt, which has tiles of 128 columns, if its
+/// clusters fill at least 7/8 of one or two rounds: then cuBLASLt's tiles leave a part of the device idle. Measured
 /// with the sizes of SDXL and Flux.
 fn choose(kind: Codes, rows: usize, parts: &[CodePart], most_clusters: usize) -> Option<&'static Tile> {
     let rounds = |tile: &Tile| tile.clusters(rows, parts).div_ceil(most_clusters);
@@ -94,7 +94,7 @@ pub(super) fn product(
         encoder.boxes(at, [inner, 1, rows], [STEP as u32, 1, box_rows as u32])
     };
     let mut w: [TensorMap; MOST_PARTS] = [NO_MAP; MOST_PARTS];
-    // Each of a cluster's two blocks copies half of the tile's columns for both.
+    // Each of a cluster's two blocks copies half of the tile's columns, which are rows of W, for both.
     for (part, place) in list.iter().zip(&mut w).filter(|(part, _)| part.rows > 0) {
         *place = map(part.codes, u64::from(part.rows), tile.columns / 2)?;
     }
