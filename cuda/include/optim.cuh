@@ -58,7 +58,7 @@ struct alignas(16) Coefficients {
     float eps;
     float beta1, gain1; // weights of the old first state and of the gradient in the new first state
     float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the momentum buffer in Nesterov's form
-    float root_correction2; // Adam: the root of the bias correction of the second state, 1 - beta2^step
+    float root_correction2; // Adam: sqrt(1 - beta2^step), the root of the bias correction of the second state
     uint32_t nesterov;
 };
 

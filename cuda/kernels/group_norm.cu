@@ -9,7 +9,7 @@
 // launched over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
 // channels.cuh also says how the tensor is split into pieces of positions and tiles of channels. partials is
-// (batch, tiles, groups, pieces, 2) of f32 (f64 for f64) from a 16-byte boundary.
+// (batch, tiles, groups, pieces, 2) of f32 (f64 for f64), and begins at a 16-byte boundary.
 //
 // In short: a block has one piece of a sample's positions and one tile of channels. Its threads form lines. A thread has N = WIDE
 // neighbouring channels (16 bytes), and its line's positions of the piece: line l of `part.lines` has the positions l, l + lines, and so
@@ -155,8 +155,7 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
 }
 
 // The gradient of the norm's result (before SiLU, if there is one) at x. `normalize` is a `Normalize`, and i the index of the channel among
-// the thread's channels. `grad` is an element of the tensor grad. The comments and the code
-// below call the returned gradient g.
+// the thread's channels. `grad` is an element of the tensor grad. The comments and the code below call the returned gradient g.
 template <typename T, bool SILU, typename Norm>
 __device__ __forceinline__ Acc<T> of_norm(const Norm &normalize, int i, T grad, T x) {
     return SILU ? widen(grad) * Silu::slope<T>(normalize(i, widen(x))) : widen(grad);
@@ -285,7 +284,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
 
 // Launch: over the groups. Computes mean and rstd from `partials`, which have `tiles` tiles. `all.for_each` divides the group's pairs (mean
-// and sum of squared deviations) among the threads of the block; `count` is the number of elements that a pair is about.
+// and sum of squared deviations) among the threads of the block; `count` is the number of elements that a pair is about. `row` is the
+// index of the group over (batch, groups).
 #define DEFINE_MOMENTS(SUFFIX, T)                                                                                      \
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \

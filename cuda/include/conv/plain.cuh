@@ -1,14 +1,15 @@
 // Convolutions without tensor cores, for what the tensor-core functions do not support (see conv.cu): f32, f64, grouped
 // channels and certain sizes. Each element of a result is a sum of products. In the `plain` functions, a block of 256 threads
 // computes a tile of 64 by 64 elements, and adds 16 products to each of them at a time. The `direct` functions are for groups of
-// few channels. In them, a thread computes a whole sum or, for the gradient of the weight, an eighth of the block's partial sum.
+// few channels. In them, a thread computes a whole sum. For the gradient of the weight, eight threads, one in each warp of the block,
+// share a partial sum.
 //
 // The forward pass and the gradient of the input are the same sum over a `source`, which is the input or the gradient of the output
 // (`Direction`). `Gather` (geometry.cuh) has the sum's sizes: the numbers of channels of the source (`channels`) and of the result
 // (`results`) in a group, and for each axis the numbers of taps and of source pixels. For the gradient of the input it describes one
 // phase: the result pixels whose coordinates have the same remainders modulo the strides. On an axis, tap a of the sum is the kernel's
-// tap `tap_first + tap_every` a, and reads the source pixel `move` a after that of tap 0. A `Window` has the image and the source
-// coordinates of a result pixel's first tap. Images are (batch, height, width, channels).
+// tap `tap_first + tap_every * a`. Its source coordinate is that of tap 0 plus `move * a`. A `Window` has the image and the source
+// coordinates of a result pixel's tap 0. Images are (batch, height, width, channels).
 #pragma once
 
 #include "geometry.cuh"
@@ -66,10 +67,12 @@ template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
     const Gather gather = Gather::of<D>(s, blockIdx.y);
-    const int columns = (gather.results + PLAIN_TILE - 1) / PLAIN_TILE, pixels = gather.pixels();
-    const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
+    // The tiles of the result are numbered in row-major order, `tiles_across` in a row.
+    const int tiles_across = (gather.results + PLAIN_TILE - 1) / PLAIN_TILE, pixels = gather.pixels();
+    const int first_row = int(blockIdx.x) / tiles_across * PLAIN_TILE,
+              first_column = int(blockIdx.x) % tiles_across * PLAIN_TILE;
     const int length = gather.taps() * gather.channels; // The number of products in each sum.
-    if (first_row >= pixels) return;
+    if (first_row >= pixels) return; // The grid is that of the largest phase.
 
     for (int group = blockIdx.z; group < int(s.groups); group += gridDim.z) {
         Acc<T> acc[4][4] = {};
@@ -98,8 +101,8 @@ conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const C
             for (int j = 0; j < 4; ++j) {
                 const int column = first_column + plain_column() + 16 * j;
                 if (column >= gather.results) continue;
-                const Acc<T> b = bias != nullptr ? widen(bias[group * gather.results + column]) : Acc<T>(0);
-                to[column] = narrow<T>(acc[i][j] + b);
+                const Acc<T> offset = bias != nullptr ? widen(bias[group * gather.results + column]) : Acc<T>(0);
+                to[column] = narrow<T>(acc[i][j] + offset);
             }
         }
     }
@@ -158,8 +161,9 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     // Per group: input channels, output channels, and values of the weight for one output channel.
     const int in = s.channels / s.groups, outs = s.out_channels / s.groups,
               values = s.kernel_height * s.kernel_width * in;
-    const int columns = (values + PLAIN_TILE - 1) / PLAIN_TILE;
-    const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
+    const int tiles_across = (values + PLAIN_TILE - 1) / PLAIN_TILE;
+    const int first_row = int(blockIdx.x) / tiles_across * PLAIN_TILE,
+              first_column = int(blockIdx.x) % tiles_across * PLAIN_TILE;
     const int2 range = slice_pixels(s);
     Acc<T> *slice = partials + int64_t(blockIdx.z) * s.out_channels * values;
     // This thread fills left[k][i] and right[k][i] for one `i`, and some `k`.

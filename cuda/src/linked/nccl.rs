@@ -309,7 +309,7 @@ impl Nccl {
     }
 }
 
-/// Whether all work of a stream is done.
+/// Whether all work of a stream is done, such as the sums that [`Nccl::all_reduce`] has queued.
 ///
 /// # Errors
 /// The driver's error, which may be that of earlier work.

@@ -142,13 +142,13 @@ fn many_elements_need_a_gradient_argument() -> Result<()> {
 
 #[test]
 fn make_var_copies_any_layout_and_detaches_the_copy_from_the_graph() -> Result<()> {
-    let candle = Raw::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))?;
+    let source = Raw::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))?;
     let layouts = [
-        candle.clone(),
-        candle.transpose(0, 2)?,
-        candle.narrow(1, 1, 2)?,
-        candle.narrow(2, 3, 1)?.broadcast_as((2, 3, 5))?,
-        candle.get(1)?,
+        source.clone(),
+        source.transpose(0, 2)?,
+        source.narrow(1, 1, 2)?,
+        source.narrow(2, 3, 1)?.broadcast_as((2, 3, 5))?,
+        source.get(1)?,
     ];
     for raw in layouts {
         let var = raw.make_var()?;
@@ -156,7 +156,7 @@ fn make_var_copies_any_layout_and_detaches_the_copy_from_the_graph() -> Result<(
         assert_eq!(values(&var), raw.flatten_all()?.to_vec1::<f32>()?);
         var.set(&Tensor::zeros(raw.shape(), DType::F32, &CPU)?)?;
     }
-    assert_eq!(candle.flatten_all()?.to_vec1::<f32>()?[23], 23.0, "the source keeps its values");
+    assert_eq!(source.flatten_all()?.to_vec1::<f32>()?[23], 23.0, "the source keeps its values");
     let x = Var::new(2f32, &CPU)?;
     let copy = x.sqr()?.make_var()?;
     copy.sqr()?.backward()?;

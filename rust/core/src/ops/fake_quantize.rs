@@ -232,8 +232,8 @@ impl Binary for E4m3 {
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
         // `spacing` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 for |x| below 2^-5,
-        // and doubles at 2^-5 and at each larger power of two, up to 2^8: 14 times. `step` starts at 2^-9, and `power` at
-        // 2^-6.
+        // and doubles at 2^-5 and at each larger power of two, up to 2^8: 14 times. `step` starts at 2^-9, and `power`
+        // at 2^-6.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut spacing = R::from_f64(step);
@@ -346,7 +346,7 @@ impl Backward for Learned {
 /// [`Error::Shape`] as [`Grid::check`], [`Error::DType`] if `x` is not floating point.
 pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     rounded(x, grid, |grouped, scale| match grid {
-        Grid::Int4 => clipped(grouped, scale),
+        Grid::Int4 => rounded_to_int4(grouped, scale),
         _ => record(&FAKE_QUANTIZE, &[grouped], || grid.round(&grouped.raw, &scale.raw), |_, _| Straight),
     })
 }
@@ -405,8 +405,8 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())
 }
 
-/// Rounds the groups `x` to [`Grid::Int4`].
-fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
+/// Rounds the groups `x` (groups, elements) to [`Grid::Int4`]. Values that are clipped get the gradient 0.
+fn rounded_to_int4(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     record(
         &FAKE_QUANTIZE,
         &[x],

@@ -86,7 +86,7 @@ fn convolutions_equal_the_cpu() {
         ([1, 24, 24, 192], [16, 3, 3, 192], padded),
     ];
     for (image, weight, options) in cases {
-        // Without f32, the first entry.
+        // Without f32, the first entry: its convolutions have the next test.
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = [
                 random(&image, 1.0, *dtype),
@@ -151,7 +151,8 @@ fn linear_layers_with_biases_equal_the_cpu() {
             ];
             let what = format!("{} {rows} x {inner} to {out}", dtype.as_str());
             compare(&what, &|x| linear(&x[0], &x[1], Some(&x[2])), &inputs, &device, tolerance);
-            // Views are read in place: a part of the outputs of a weight that is stored transposed, and of its bias.
+            // Views are read in place. The weight is stored transposed, and the layer has only the second half of its
+            // outputs and of the bias. The view of x has all of its columns.
             let views = |x: &[Tensor]| {
                 let weight = x[1].t()?.contiguous()?.t()?.narrow(0, out / 2, out - out / 2)?;
                 linear(&x[0].narrow(1, 0, inner)?, &weight, Some(&x[2].narrow(0, out / 2, out - out / 2)?))
@@ -174,9 +175,9 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (77, 2048, vec![640; 2], vec![true; 2]),
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
-        // The next two cases are large enough for one product of cuBLAS and one launch that adds all terms. The last
-        // tile of rows and the last block of columns are not full. In the second case, a layer without an adapter lies
-        // between the others.
+        // The next two cases are so large that cuBLAS computes the products x Aᵀ (as one product if all A are in one
+        // buffer), and one launch adds the products with B to the result. The last tile of rows and the last block of
+        // columns are not full. In the second case, a layer without an adapter lies between the others.
         (6999, 640, vec![640, 128, 128], vec![true; 3]),
         (4097, 320, vec![96, 640, 288, 32], vec![true, false, true, true]),
     ] {

@@ -44,22 +44,22 @@ const BLOCKS: &str = oft::BLOCKS;
 /// shares, or if the layers' parameters cannot be concatenated.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
-    // If the module is not fused, its only layer has another form. It is `Form::Swapped` if the file has the two halves
-    // of the rows in the other order.
-    let Some((form, first)) = members.first() else {
+    // If the module is not fused, its only layer has a form other than `Form::Rows`. This is `Form::Swapped` if the
+    // file has the two halves of the rows in the other order.
+    let Some((form, first_values)) = members.first() else {
         return Err(Error::argument(OP, "there is no layer to write"));
     };
     let Form::Rows { of, count, .. } = *form else {
-        return if *form == Form::Swapped { swap(first) } else { Ok(first.clone()) };
+        return if *form == Form::Swapped { swap(first_values) } else { Ok(first_values.clone()) };
     };
     let mut joined = Parameters::new();
-    for name in first.keys().copied() {
+    for name in first_values.keys().copied() {
         // The parameter `name` of each layer, with the layer's form.
         let parts: Vec<(Form, &Tensor)> =
             members.iter().filter_map(|(form, values)| Some((*form, values.get(name)?))).collect();
         let all: Vec<&Tensor> = parts.iter().map(|(_, value)| *value).collect();
         let same_downs = have_same_downs(&members)?;
-        // The number of rows (for OFT: of blocks) of one share: `first` has those of its `count` shares.
+        // The number of rows (for OFT: of blocks) of one share: the first layer has those of its `count` shares.
         let share_height = || all[0].dims()[0] / count;
         let value = if DOWNS.contains(&name) {
             if same_downs { all[0].clone() } else { Tensor::cat(&all, 0)? }
@@ -278,6 +278,7 @@ fn swap(values: &Parameters) -> Result<Parameters> {
         .iter()
         .map(|(name, value)| {
             let height = value.dims().first().copied().unwrap_or(0);
+            // Magnitudes for the inputs have one row.
             let per_row = UPS.contains(name)
                 || MAGNITUDES.contains(name) && height > 1
                 || SLOW_ROWS.contains(name) && height % 2 == 0

@@ -55,8 +55,10 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
             let Some(share) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
             let configured_scale = || contents.configured_scale(part.names.diffusers, layer);
-            let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained_alphas.get(&key).copied());
-            let mut values = values(&share, &base, magnitudes_are_divided, alpha, configured_scale).map_err(wrong)?;
+            let trained_alpha =
+                part.names.key(layer, Style::Diffusers).and_then(|key| trained_alphas.get(&key).copied());
+            let mut values =
+                values(&share, &base, magnitudes_are_divided, trained_alpha, configured_scale).map_err(wrong)?;
             // OFT's rotation of the inputs is stored as the strict upper triangles of skew-symmetric blocks. A file may
             // have one triangle for all blocks, but a layer has one per block.
             if let Some(triangles) = values.parameters.get_mut(oft::TRIANGLES) {
@@ -134,6 +136,7 @@ fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) 
 /// layer gets only the ranks that it uses, and the alpha is multiplied by (rank of the layer's adapter / rank of the
 /// module), so that the scale alpha / rank stays the same.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
+    // For `Form::Rows`, the module has the rows of other layers too.
     let module_rows = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, module_rows)? else { return Ok(None) };
     let mut share = Stored { parameters, alpha: stored.alpha };
@@ -170,7 +173,7 @@ fn values(
             alpha::to_trained(&mut values, rank, alpha)?;
         }
     } else if let (None, Some(scale)) = (stored.alpha, configured_scale()) {
-        // An adapter without a rank keeps the scale 1, so one of its factors takes peft's scale.
+        // An adapter without a rank keeps the scale 1, so `unfold` multiplies one of its factors by peft's scale.
         peft::unfold(&mut values, scale)?;
     }
     if stored.parameters.contains_key("dora_scale")

@@ -60,7 +60,7 @@ impl QuantizationAware {
     /// Check that inputs can be rounded to the grid of the weights.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is no grid, or if its scales are not one per row.
+    /// [`Error::Config`] if there is no grid, or if the grid does not have exactly one scale for each row of a matrix.
     pub fn check_activations(grid: Option<Grid>) -> Result<()> {
         if matches!(grid, Some(Grid::Int8 | Grid::Fp8)) {
             return Ok(());

@@ -14,7 +14,8 @@ use super::stepper::{Optimizer, Stepper};
 impl<R: Rule> Stepper<R> {
     /// Checks that no averages replace the variables' values.
     pub(super) fn check_training(&self, op: &str) -> Result<()> {
-        // `trained` is an `Option` in a `Fixed`; here and below, `Option::is_none` names the method of the option.
+        // `trained` is an `Option` in a `Fixed`. Here and below, the path `Option::is_none` shows that the method is
+        // the option's.
         if Option::is_none(&self.trained) {
             return Ok(());
         }
@@ -22,8 +23,8 @@ impl<R: Rule> Stepper<R> {
         Err(Error::argument(R::NAME, message))
     }
 
-    /// The average of each variable, in the dtype that the optimizer computes in. None for a variable that is empty or
-    /// has taken no step.
+    /// The average of each variable, in the order of [`Optimizer::vars`], in the dtype that the optimizer computes in.
+    /// None for a variable that is empty or has taken no step.
     fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
         let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
         let parameters = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));

@@ -30,7 +30,8 @@ pub fn promoted<T>(
     }
 }
 
-/// As [`promoted`], but convert two integer operands to f32, because a quotient is always floating point.
+/// As [`promoted`], but if the first operand is still of integers after the promotion, convert both operands to f32,
+/// because a quotient is always floating point.
 pub fn for_quotient<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -38,7 +39,7 @@ pub fn for_quotient<T>(
     apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<T>,
 ) -> tc::Result<T> {
     promoted(op, a, b, |a, b| {
-        // Here both operands have one dtype.
+        // Here both operands have one dtype, unless `b` is an array of another library.
         if tc::raw::is_float(a.dtype()) {
             return apply(a, b);
         }

@@ -40,6 +40,7 @@ pub fn linear_add<'a>(
     if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return linear(x, weight, bias)?.add(residual);
     }
+    // Cannot fail here; it reports to checkpoints that the operation reads weight and bias.
     check_frozen(op, weight, bias)?;
     // Input 0 on the tape is x, input 1 is the residual.
     record(

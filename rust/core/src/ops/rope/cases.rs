@@ -54,8 +54,9 @@ pub static ENTRIES: &[Entry] = &[Entry {
         vec![
             case("halves", &[2, 3, 5, 6], false),
             case("interleaved", &[2, 3, 5, 6], true),
-            // Without a dimension before S and D, and without positions.
+            // No dimension before S and D.
             case("one matrix", &[3, 2], false),
+            // No positions: S is 0.
             case("empty", &[2, 0, 4], true),
         ]
     },

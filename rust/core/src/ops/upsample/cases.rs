@@ -8,7 +8,7 @@ use crate::{Result, Tensor};
 /// `index_select` along height and along width.
 fn plain(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     // For each output position along `axis` of `x`, the input position that it copies. `size` has no batch dimension,
-    // so its sizes have the index of their axis minus 1.
+    // so the number of output positions is `size[axis - 1]`.
     let index = |axis: usize| {
         let positions = sources(x.dims()[axis], size[axis - 1]).into_iter().map(|i| i as i64).collect::<Vec<_>>();
         Tensor::from_vec(positions, size[axis - 1], x.device())
@@ -28,7 +28,8 @@ pub static ENTRIES: &[Entry] = &[Entry {
             case("odd sizes", &[1, 3, 4, 2], [5, 7]),
             case("smaller", &[1, 5, 7, 3], [3, 2]),
             case("no images", &[0, 2, 2, 3], [4, 4]),
-            // The result has no elements that a plain form could be compared with.
+            // This case tests that sizes of 0 are accepted. It has no plain form: like "no images", the result has no
+            // elements, so a comparison would test only the shape.
             Case::new("no pixels", &[&[1, 2, 0, 3]], |x| upsample_nearest2d(&x[0], [4, 0])),
         ]
     },

@@ -16,7 +16,8 @@ pub(super) fn copy_state_into(all: &mut StateData, data: &StateData, start: usiz
         (StateData::BF16(all), StateData::BF16(data)) => all[start..start + data.len()].copy_from_slice(data),
         (StateData::F32(all), StateData::F32(data)) => all[start..start + data.len()].copy_from_slice(data),
         (StateData::U8(all), StateData::U8(data)) => all[start..start + data.len()].copy_from_slice(data),
-        // This never happens: both have the dtype of the state's buffer, and CUDA devices do not support f64 variables.
+        // This never happens: both have the dtype of the state's buffer, and optimizers reject f64 variables on CUDA
+        // devices.
         _ => {}
     }
 }
@@ -44,7 +45,8 @@ pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     }
 }
 
-/// Copies the elements of `data` in the range `part` to `device`. The values are never f64 (see [`host_zeros`]).
+/// Copies the elements of `data` in the range `part` to `device`. `data` comes from [`host_zeros`], so it is never
+/// [`StateData::F64`]; the arm for it only completes the match.
 pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {
