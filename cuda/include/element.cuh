@@ -76,8 +76,8 @@ template <typename T> __device__ __forceinline__ T warp_max(T value) {
     return value;
 }
 
-// Returns the sum over the block to every thread. All threads must call it. `shared` must have room for one value of each warp. The
-// caller may use `shared` again at once.
+// Returns the sum over a one-dimensional block to every thread. All threads must call it. `shared` must have room for one value of each
+// warp. The caller may use `shared` again at once.
 template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
     value = warp_sum(value);

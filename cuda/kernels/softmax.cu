@@ -4,8 +4,8 @@
 // Launch of all kernels: over rows (rows.cuh), where a team of threads (a warp or a block) works on a row. N is the number of elements in
 // one access: WIDE<T> (16 bytes) if the length and the addresses allow, otherwise 1. `LOG` selects log-softmax instead of softmax. `shared`
 // is for sums over the team. `keep_narrow`, between two loops over a row, makes the compiler keep the row's 16-bit values in registers
-// without widening them, because widened values take twice the registers. `Exponentials` has the largest element x and Σ e^(x - largest) of
-// the elements that a thread adds; `join` combines those of the team's threads.
+// without widening them, because widened values take twice the registers. `Exponentials` has two numbers for the elements x that a thread
+// adds: `largest`, the largest x, and `sum`, Σ e^(x - largest). `join` combines those of the team's threads.
 
 #include "softmax.cuh"
 

@@ -1,7 +1,7 @@
 // Matrix products of 16-bit values for the convolution kernels, with the tensor-core instructions of compute capability 8.0. The
-// operands are tiles in shared memory, whose rows have STEP (64) values; copy.cuh says how a row is arranged. Below, the indices of
-// the dimension that a product sums over are called summed values. A product is a sum over many steps, each over STEP summed
-// values. `tile_offset(row, column)` is the offset, in bytes, of a value in a tile, and SQUARE_BYTES the size of a tile of 64 rows.
+// operands are tiles in shared memory, whose rows have STEP (64) values; copy.cuh says how a row is arranged. A product sums over
+// the dimension k, whose indices other files call summed values. It is a sum over many steps, each over STEP indices of k.
+// `tile_offset(row, column)` is the offset, in bytes, of a value in a tile, and SQUARE_BYTES the size of a tile of 64 rows.
 #pragma once
 
 #include "copy.cuh"
@@ -41,29 +41,28 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
     }
 }
 
-// Whether the summed values of an operand run along the rows of its tile (each row belongs to a row of the left operand or a
-// column of the right operand), or across them (each row belongs to a summed value; there is a tile for each 64 rows of the left
-// operand or columns of the right operand, so an operand that is wider than 64 has several tiles, one after another).
+// How k runs in the tiles of an operand.
+// ALONG_ROWS: each row of the tile belongs to a row of the left operand or a column of the right operand.
+// ACROSS_ROWS: each row of a tile belongs to one index of k. A tile has 64 rows of the left operand or 64 columns of the right
+// operand, so an operand with more of them has several tiles, one after another.
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
-// Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's summed values k to k + 15.
-// to[0] and to[1] get the first and the last eight rows at the first eight summed values, to[2] and to[3] the same rows at the last
-// eight.
+// Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's indices k to k + 15.
+// to[0] and to[1] get the first and the last eight rows at the first eight indices, to[2] and to[3] the same rows at the last eight.
 template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
         load_fragments<false>(to, tile + tile_offset(first + lane % 16, k + lane / 16 * 8));
     } else {
-        // A row of the operand is a column of the tiles, which are transposed.
+        // A row of the operand is a column of the tiles, so the loaded matrices are transposed.
         const int column = first + lane / 8 % 2 * 8;
         load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES +
                                      tile_offset(k + lane % 8 + lane / 16 * 8, column % STEP));
     }
 }
 
-// Loads a 16 x 16 part of the right operand: columns `first` to `first` + 15, and the step's summed values k to k + 15.
-// to[0] and to[1] get the first eight columns at the first and at the last eight summed values, to[2] and to[3] the last eight
-// columns.
+// Loads a 16 x 16 part of the right operand: columns `first` to `first` + 15, and the step's indices k to k + 15.
+// to[0] and to[1] get the first eight columns at the first and at the last eight indices, to[2] and to[3] the last eight columns.
 template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {

@@ -192,6 +192,7 @@ unsafe fn launch_early(
 }
 
 /// Checks that the pointers among a kernel's arguments point to elements of the types that the kernel expects.
+/// `pointers` has the names and the expected types, `elements` the types found, both in the order of the arguments.
 fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
     match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
         None => Ok(()),
@@ -326,6 +327,7 @@ pub(super) trait Allocate {
 struct InDeviceMemory<'a> {
     op: &'static str,
     gpu: &'a Gpu,
+    /// For the error message alone.
     dims: &'a [usize],
 }
 

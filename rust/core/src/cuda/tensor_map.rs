@@ -35,8 +35,7 @@ pub const NO_MAP: TensorMap = TensorMap { opaque: [0; 16] };
 pub struct Encoder {
     op: &'static str,
     element: Element,
-    /// Bytes of an element.
-    size: u64,
+    element_bytes: u64,
 }
 
 impl Encoder {
@@ -51,13 +50,13 @@ impl Encoder {
             DType::U8 => Element::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
         };
-        Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
+        Ok(Self { op, element, element_bytes: dtype.size_in_bytes() as u64 })
     }
 
     /// For a dense tensor of `shape`, densest dimension first: the strides in bytes of all dimensions but the first,
     /// then the bytes of the whole tensor.
     fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
-        let mut bytes = self.size;
+        let mut bytes = self.element_bytes;
         shape.map(|size| {
             bytes *= size;
             bytes

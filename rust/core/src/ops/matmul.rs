@@ -53,8 +53,8 @@ impl Tensor {
         }
         if self.rank() == 1 {
             let product = self.unsqueeze(0)?.matmul(other)?;
-            // Remove m, which is the last dimension if `other` is a vector, because `product` then lacks n already, and
-            // the last but one otherwise.
+            // Remove m, the last dimension but one. If `other` is a vector, m is the last dimension, because `product`
+            // lacks n already.
             return product.squeeze(product.rank() - if other.rank() == 1 { 1 } else { 2 });
         }
         if other.rank() == 1 {

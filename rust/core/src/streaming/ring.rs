@@ -295,6 +295,7 @@ impl Ring {
         };
         let mut copies = Vec::with_capacity(held.0.len());
         for (dtype, bytes) in &held.0 {
+            // A slot has a tensor for each dtype of its units, so there always is one.
             if let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) {
                 bytes.copy_to_slot(to, &mut copies)?;
             }

@@ -99,7 +99,7 @@ impl Drop for Saved {
     }
 }
 
-/// The counter of changes of the variable whose storage `tensor` has, and its present count.
+/// If `tensor` has the storage of a variable: the counter of the variable's changes, and its present count.
 fn versioned(tensor: &Tensor) -> Option<(Arc<Version>, u64)> {
     tensor.version.as_ref().map(|v| (v.clone(), v.get()))
 }

@@ -185,8 +185,8 @@ fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     let inputs = [2900, 12_000, 12_000].map(|length| random(&[1, length, 136], 1.0, DType::F32));
     // Without a mask, not causal, and with the default scale.
     let attend = |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None);
-    let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
-    let expected = to_f64_vec(attend(&wide).unwrap().raw()).unwrap();
+    let doubles: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    let expected = to_f64_vec(attend(&doubles).unwrap().raw()).unwrap();
     let moved: Vec<Tensor> = inputs.iter().map(|x| x.to_device(&device).unwrap()).collect();
     let found = to_f64_vec(attend(&moved).unwrap().raw()).unwrap();
     near("2,900 to 12,000", &found, &expected, 2.0 * TOLERANCE[0].1);

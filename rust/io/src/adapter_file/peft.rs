@@ -168,6 +168,7 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     let gives_sizes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
     // peft takes the divisor of `inputs` nearest to the value. If a value above 2 · largest gives all sizes, 2 ·
     // largest does too: the value moves closer to the nearest divisor, which stays the nearest.
+    // The search begins with 2, because a block of one feature cannot rotate.
     (2..=2 * largest).find(gives_sizes)
 }
 
@@ -176,6 +177,7 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
 pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     match *triangles.dims() {
         [1, elements] => {
+            // If no triangle has this number of elements, the count is 1; the layer later rejects the tensor.
             let count = (inputs / size_of(elements).unwrap_or(inputs).max(1)).max(1);
             triangles.broadcast_as((count, elements))?.contiguous()
         }

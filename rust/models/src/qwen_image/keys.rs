@@ -27,7 +27,7 @@ const RELATIVES: [(&str, &str); 4] = [
 
 /// Determines the configuration of the transformer in a file from the shapes of its tensors. Shapes do not determine
 /// `axes_dims_rope`: it comes from the first of the `known` configurations (those found with the file, then those of
-/// published models) with the same sizes, or else from the published model.
+/// published models) with the same sizes. If there is none, it has its default.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is a related model that is not

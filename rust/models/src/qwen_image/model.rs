@@ -111,6 +111,7 @@ impl QwenImageTransformer {
         let image = self.img_in.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.txt_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let text = self.txt_in.forward(&text)?;
+        // In attention, the text tokens come before the image tokens.
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let attention_inputs = AttentionInputs { angles: Some(&angles), mask: mask.as_ref() };

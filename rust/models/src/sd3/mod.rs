@@ -14,6 +14,7 @@ use crate::registry::ModelKind;
 /// The registry entry of SD3's transformer.
 pub static KIND: ModelKind = ModelKind::of::<SD3Transformer>(
     "SD3Transformer",
+    // For messages about a wrong file: the noun, and a prefix of keys by which the model's files are recognized.
     ("an SD3 transformer", "transformer_blocks.0.norm1_context."),
     &[SD3Transformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

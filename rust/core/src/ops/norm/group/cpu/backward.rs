@@ -73,9 +73,10 @@ impl<T: Elem> BackwardPass<'_, T> {
                 #[inline(always)]
                 || {
                     for (x, g) in rows {
-                        let sums = dots.iter_mut().zip(sums.iter_mut());
+                        let totals = dots.iter_mut().zip(sums.iter_mut());
                         let constants = means.iter().zip(factors).zip(self.bias);
-                        for (((dot, sum), ((mean, factor), bias)), (x, g)) in sums.zip(constants).zip(x.iter().zip(g)) {
+                        for (((dot, sum), ((mean, factor), bias)), (x, g)) in totals.zip(constants).zip(x.iter().zip(g))
+                        {
                             let g = grad_of_norm::<T, SILU>(*g, *x, *mean, *factor, *bias);
                             *dot += g * (x.to_acc() - *mean);
                             *sum += g;
