@@ -206,8 +206,8 @@ impl Saved {
     /// Count block `index` of `blocks`, if there is one, under its policy. `add` counts the block.
     pub fn one<B>(&mut self, blocks: &Blocks<B>, index: usize, add: impl FnOnce(&B, &mut Self)) {
         let Some(block) = blocks.iter().nth(index) else { return };
-        // The policy of a block depends on its index among all blocks of the model. `first_indices` has every `Blocks` of
-        // the model, because the model's `visit` shows them all.
+        // The policy of a block depends on its index among all blocks of the model. `first_indices` has every
+        // `Blocks` of the model, because the model's `visit` shows them all.
         let first = self.first_indices.get(&std::ptr::from_ref(blocks.state())).copied().unwrap_or(0);
         let policy = self.checkpointing.policy(first + index);
         if policy != self.policy {

@@ -135,8 +135,8 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     if fact("expert_count").is_some_and(|count| count != json!(0)) {
         return Err(wrong("the model is a mixture of experts, which is not supported".to_owned()));
     }
-    // As in llama.cpp, a missing `attention.head_count_kv` equals the number of heads, and a missing `rope.freq_base` is
-    // 10,000.
+    // As in llama.cpp, a missing `attention.head_count_kv` equals the number of heads, and a missing `rope.freq_base`
+    // is 10,000.
     let heads = needed("attention.head_count")?;
     let vocab_size = file.shape(EMBEDDING_KEY).and_then(|dims| dims.first().copied());
     let vocab_size = vocab_size.ok_or_else(|| wrong(format!("the tensor \"{EMBEDDING_KEY}\" is missing")))?;

@@ -164,8 +164,8 @@ impl Codebook {
                     code += 1;
                 }
             }
-            // A negative number gets at most the code below that of zero. `code` is the largest code that the entry gives.
-            // The lower half of the entry becomes 0, so that no addition carries into the next code.
+            // A negative number gets at most the code below that of zero. `code` is the largest code that the entry
+            // gives. The lower half of the entry becomes 0, so that no addition carries into the next code.
             if preserve_sign && negative && code >= zero {
                 entry = (entry >> 16).min(zero - 1) << 16;
             }

@@ -172,8 +172,8 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
                 for (slab, dx) in dx.chunks_mut(size * inner).enumerate() {
                     let start = (piece * slabs + slab) * count * inner;
                     let ids = &indices[start..start + count * inner];
-                    // `at` is the index of (j, i) among the gradients with the same o, so `at % inner` is i. The loop ends
-                    // with `ids`, which has only the ids of this o.
+                    // `at` is the index of (j, i) among the gradients with the same o, so `at % inner` is i.
+                    // The loop ends with `ids`, which has only the ids of this o.
                     for ((at, g), &id) in g[start..].iter().enumerate().zip(ids) {
                         sum[id * inner + at % inner] += g.to_acc();
                     }
