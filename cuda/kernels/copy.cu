@@ -3,7 +3,8 @@
 // `tensors` has the sizes, which y and x share, the strides of y, and those of x if the kernel has an x. In the formulas below, y and x
 // are elements.
 // Launch of all kernels: `tensors.count / tensors.width` threads in blocks of 256, no shared memory. `count` is the number of elements, and
-// `width` the number of neighbouring elements of a thread: 1, or as many as 16 bytes hold of the largest type (`BOTH`, `WIDE`).
+// `width` the number of neighbouring elements of a thread: 1, or as many as 16 bytes hold of the kernel's type (`WIDE`) or of the larger
+// of its two types (`BOTH`).
 #include "strided.cuh"
 
 // Converts an element to another type. Rounds to nearest, ties to even; f64 becomes f16 or bf16 through f32, so it is rounded twice.

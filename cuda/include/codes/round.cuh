@@ -8,8 +8,9 @@
 
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// Multiplies `N` values of one row, from column `column` on, by the scales of their columns. The scale of column j is the scale of row j
-// of the matrix of codes that consists of the `count` parts in `parts`. All `N` columns belong to one part.
+// Multiplies `N` values of one row of a gradient, from column `column` on, by the scales of their columns. The scale of column j is the
+// scale of row j of the weight: the matrix of codes, by which the gradient is multiplied afterwards. It consists of the `count` parts in
+// `parts`. All `N` columns belong to one part. `N` is a multiple of 4.
 template <int N>
 __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
     uint32_t index = 0;

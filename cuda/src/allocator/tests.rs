@@ -71,8 +71,8 @@ impl Backend for Fake {
 
 const MIB: u64 = 1 << 20;
 
-/// An allocator of a simulated device with `limit` bytes. It reserves twice as many addresses for each pool. No address
-/// is 0.
+/// An allocator of a simulated device with `limit` bytes. Each of its pools reserves twice as many bytes of addresses. No
+/// address is 0.
 fn allocator(limit: u64) -> Allocator<Fake> {
     Allocator::new(Fake { limit, next: 64 * PAGE, mapped: BTreeMap::new(), waits: 0 }, 2 * limit)
 }

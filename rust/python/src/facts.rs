@@ -452,6 +452,7 @@ fn python_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAn
     match value {
         Value::Null => Ok(py.None().into_bound(py)),
         Value::Bool(value) => value.into_bound_py_any(py),
+        // Integers beyond the range of i64 become floats, as numbers with a fraction do.
         Value::Number(number) => match number.as_i64() {
             Some(integer) => integer.into_bound_py_any(py),
             None => number.as_f64().into_bound_py_any(py),

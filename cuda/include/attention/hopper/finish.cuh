@@ -130,12 +130,12 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     }
     // Number of blocks for dk of an item; dv takes as many, and they follow those of dk.
     constexpr uint32_t EACH = KEYS_AT_ONCE * D / 8 / FINISH_THREADS;
-    const uint32_t index = blockIdx.x - tiles, is_value = index / EACH % 2;
-    T *to = is_value ? dv : dk;
+    const uint32_t index = blockIdx.x - tiles, is_dv = index / EACH % 2;
+    T *to = is_dv ? dv : dk;
     SplitItem split;
     // `order.split` sets `split` to the split item of this block and the number of its parts. It returns false if this index has none.
     if (to == nullptr || !order.split(index / (2 * EACH), split)) return;
-    const Strides &strides = is_value ? dv_strides : dk_strides;
+    const Strides &strides = is_dv ? dv_strides : dk_strides;
     const Task task = order.keys(split.item);
     // Among the groups of eight values of dk or dv, the one that this thread computes.
     const uint32_t eight = index % EACH * FINISH_THREADS + threadIdx.x, row = eight / (D / 8), column = eight % (D / 8) * 8;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     float sum[8] = {};
     // A part has dk, then dv.
     for (uint32_t i = 0; i < split.count; i++) {
-        read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + eight * 8);
+        read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_dv) * (KEYS_AT_ONCE * D) + eight * 8);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }

@@ -46,8 +46,9 @@ impl KeptInputs {
         // because the outer checkpoint frees and recomputes its inputs.
         let offloads = policy == Policy::Offloaded && !flags().recording();
         // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. The outer
-        // recomputation ends with the last operation that saves a value. Without this operation, that could be the one
-        // that computes an input of this checkpoint, and the recomputation would end before this checkpoint.
+        // recomputation ends with the last operation that saves a value. Without the operation counted here, the last
+        // one could be the operation that computes an input of this checkpoint, and the recomputation would end before
+        // this checkpoint.
         begin_operation();
         let mut copies = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());

@@ -36,7 +36,7 @@ const ALIGNMENT: Address = 16;
 struct Key {
     /// The sizes m, n and k of a product of a (m, k) and b (k, n).
     sizes: [i32; 3],
-    /// Whether cuBLAS transposes a, and whether it transposes b.
+    /// Whether cuBLAS transposes its operand for a, and whether it transposes that for b.
     operations: [Operation; 2],
     /// The distances between neighbouring columns of a and of b in elements; cuBLAS takes both as column-major.
     distances: [i32; 2],
@@ -72,6 +72,7 @@ impl Key {
         check_result_dtype(OP, a.dtype(), result)?;
         // A size above i32::MAX becomes 0: such a product is not batched, and an empty one is not either.
         let sizes = [plan.m, plan.n, plan.k].map(|size| i32::try_from(size).unwrap_or(0));
+        // cuBLAS computes yᵀ = bᵀ aᵀ (see `gemm.rs`), so its operands are the transposes of a and b.
         let left = Matrix::transpose_of([plan.m, plan.k], plan.a);
         let right = Matrix::transpose_of([plan.k, plan.n], plan.b);
         let (Some(left), Some(right)) = (left, right) else { return Ok(None) };
@@ -189,8 +190,8 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let queue = || {
         // SAFETY: the table holds the addresses of `count` matrices a, of as many b, and of their results, whose sizes
         // and types are those of the key. cuBLAS queues the products in the device's stream, and the table is freed in
-        // the order of this stream. yᵀ = bᵀ aᵀ, so b is cuBLAS' first operand (see `gemm.rs`),
-        // and the columns of yᵀ are n elements apart.
+        // the order of this stream. yᵀ = bᵀ aᵀ, so b is cuBLAS' first operand (see `gemm.rs`), and the columns of yᵀ
+        // are n elements apart.
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),

@@ -277,7 +277,7 @@ impl Pretrained {
                 let in_header = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
                 // The folder beside the file may belong to another model, so errors in its configuration are ignored.
-                // `first` is the first of the known configurations.
+                // A header entry that does not parse is ignored too. `first` is the first of the known configurations.
                 let first = in_header.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());

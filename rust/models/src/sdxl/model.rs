@@ -126,8 +126,8 @@ impl SDXLUNet {
         let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
         let sinusoids =
             self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
-        // As in diffusers, pooled text and sinusoids are joined in f32 before both are converted to the dtype of the
-        // weights.
+        // As in diffusers, pooled text and sinusoids are joined in f32. `add_embedding` converts both to the dtype of
+        // the weights.
         let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sinusoids], 1)?;
         time.add(&self.add_embedding.forward(&added)?)?.silu()
     }

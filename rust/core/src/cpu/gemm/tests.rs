@@ -123,7 +123,7 @@ where
         let (a, b) = (numbers::<A>(3 * m * k + 3, 1), numbers::<B>(3 * k * n + 3, 2));
         check_product::<A, B, C>(MatRef::row_major(&a, m, k), MatRef::row_major(&b, k, n));
         check_product::<A, B, C>(MatRef::row_major(&a, k, m).t(), MatRef::row_major(&b, n, k).t());
-        // Columns of a wider matrix, rows of a transposed wider matrix.
+        // Columns of a wider matrix, and a column-major matrix with a gap of one element after each column.
         check_product::<A, B, C>(MatRef::new(&a[1..], [m, k], [k + 2, 1]), MatRef::new(&b[2..], [k, n], [1, k + 1]));
         // Every second row, every second element.
         check_product::<A, B, C>(MatRef::new(&a, [m, k], [2 * k, 1]), MatRef::new(&b, [k, n], [2 * n + 1, 2]));

@@ -14,7 +14,8 @@ use crate::{Error, Raw, Result};
 
 /// Number of bf16 numbers that are stored for an f32 number: hi, lo, and hi once more.
 const PARTS: usize = 3;
-/// Number of channels that a thread splits at a time. Channels are padded to a multiple of it.
+/// Number of channels that a thread splits at a time, as `GROUP` in `cuda/include/conv/pairs.cuh`. Channels are padded
+/// to a multiple of it. (The groups of a convolution are something else.)
 const GROUP: usize = 8;
 
 /// The kernel that splits the left factor (the image): each row becomes the hi of all channels, again their hi, then
@@ -55,8 +56,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     let channels = sizes.channels as usize;
     // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // `fits` has to check only that the convolution has one group and a small window. The channels are padded and the
-    // new tensors are aligned, so no number of channels has to be a multiple of anything, and no address is checked.
+    // `fits` has to check only that `groups` is 1 and the window is small. The channels are padded and the new tensors
+    // are aligned, so no number of channels has to be a multiple of anything, and no address is checked.
     let (no_channels, any_multiple, no_addresses) = (&[], 1, &[]);
     if channels == 0 || !split.fits(DType::BF16, no_channels, any_multiple, no_addresses) {
         return Ok(None);

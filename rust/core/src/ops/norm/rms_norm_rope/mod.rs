@@ -64,8 +64,8 @@ pub fn rms_norm_rope(
             )?;
             Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },
-        // `save` keeps an input, `save_raw` another value. `hold` keeps a parameter, which is in memory anyway and does
-        // not count as saved.
+        // `save` keeps an input, `save_raw` another value. `hold` keeps a parameter or a table, which is in memory
+        // anyway and does not count as saved.
         |saver, _, statistics| RmsNormRopeBackward {
             x: saver.save(x),
             rstd: saver.save_raw(&statistics[0]),

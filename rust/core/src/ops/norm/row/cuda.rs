@@ -84,7 +84,7 @@ pub(super) fn sum_and_codes(
     }
     // The kernel has a team of at most `TEAM` threads for each row, which holds the whole row in registers: at most
     // `HELD` packs of `wide` elements per thread. Products of codes need rows whose number and length are multiples of
-    // `MULTIPLE`, so the codes get further rows if necessary.
+    // `MULTIPLE`, so the codes get further rows if necessary, which stay uninitialised.
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         || rows == 0
         || !len.is_multiple_of(MULTIPLE)
@@ -227,10 +227,10 @@ fn gradients(
     if !(wanted.weight || wanted.bias) {
         return Ok(Gradients { input: grad_x, weight: None, bias: None });
     }
-    let Size { samples, sample_rows: rows, .. } = size;
-    // The rows are divided into pieces of about 64 rows, or more if there would be over 128 pieces. Each piece has
-    // partial sums, which `sum_affine` adds.
-    let pieces = rows.div_ceil(64).clamp(1, 128);
+    let Size { samples, sample_rows, .. } = size;
+    // The rows of each sample are divided into pieces of about 64 rows, or more if there would be over 128 pieces. Each
+    // piece has partial sums, which `sum_affine` adds.
+    let pieces = sample_rows.div_ceil(64).clamp(1, 128);
     let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
     if partials.elem_count() > 0 {
         let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
@@ -239,7 +239,8 @@ fn gradients(
         // columns.
         let tiles = len.div_ceil(32 * wide(dtype)) as u32;
         let shape = Shape { grid: [tiles, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
-        let (partials, rows) = (output(op, &partials)?, rows as u64);
+        // The kernel's argument `rows` is the number of rows of one sample.
+        let (partials, rows) = (output(op, &partials)?, sample_rows as u64);
         let arguments = LayerNormAffine { x: x_address, grad: g, mean, rstd, partials, rows, len: len32 };
         // SAFETY: as above; `partials` has `len` numbers for the scale and `len` for the shift, for each piece (the
         // grid's second dimension) of each sample (the third).
