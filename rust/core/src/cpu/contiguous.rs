@@ -82,6 +82,7 @@ fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<
 /// Copies a tensor whose axis `row_axis` has stride 1, and whose last axis has a larger stride. In the result, the axis
 /// `row_axis` indexes the rows of matrices and the last axis their columns; all further axes count the matrices.
 fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], row_axis: usize, out: &mut [MaybeUninit<T>]) {
+    // The axis of the columns, and the number of rows.
     let columns = *axes.last().expect("a transposed tensor has axes");
     let rows = axes[row_axis].size;
     // The distance in the result between neighbouring rows of a matrix.

@@ -92,12 +92,12 @@ impl Contents {
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
-        let metadata = file.metadata();
-        let config = match metadata.get(metadata::CONFIGURATION).and_then(|text| serde_json::from_str(text).ok()) {
+        let header = file.metadata();
+        let config = match header.get(metadata::CONFIGURATION).and_then(|text| serde_json::from_str(text).ok()) {
             Some(config) => Some(config),
             None => peft::read_config_beside(path)?,
         };
-        let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata, config };
+        let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata: header, config };
         let names = file.names();
         if names.is_empty() {
             return Err(Error::weights(path, "not an adapter file: it has no tensors"));
