@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::driver::{self, Stream};
 use super::memory::{self, Status, check};
@@ -66,6 +66,33 @@ pub unsafe fn copy_pageable(to: u64, from: *const u8, size: usize, stream: *mut 
     }
     // SAFETY: the caller's promise.
     check(unsafe { stage(to, from.cast(), size, stream) })
+}
+
+/// Copy `length` bytes within host memory. One thread does not reach the bandwidth of the memory, so several threads copy many bytes.
+///
+/// # Safety
+/// As [`std::ptr::copy_nonoverlapping`].
+unsafe fn copy_in_parallel(from: *const u8, to: *mut u8, length: usize) {
+    /// The fewest bytes for which a thread is worth its start.
+    const LEAST: usize = 2 << 20;
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    let threads =
+        *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from).min(PIECE / LEAST));
+    let parts = threads.min(length / LEAST).max(1);
+    let part = length.div_ceil(parts);
+    // Pointers cannot be moved to other threads; addresses can.
+    let (from, to) = (from as usize, to as usize);
+    let copy = |start: usize| {
+        let count = part.min(length - start);
+        // SAFETY: the caller's promise, for the part of both memories that begins at `start`. Parts do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping((from + start) as *const u8, (to + start) as *mut u8, count) }
+    };
+    std::thread::scope(|scope| {
+        for start in (part..length).step_by(part) {
+            scope.spawn(move || copy(start));
+        }
+        copy(0);
+    });
 }
 
 /// The pieces of pinned memory through which a stream's copies go in turn: at most [`PIECES`], of [`PIECE`] bytes each. The next value goes
@@ -122,7 +149,7 @@ impl Ring {
             let host = self.pieces[self.current].host().wrapping_add(self.used);
             // SAFETY: the piece has room for `length` bytes after its used part; the caller's memory has `size`.
             check(unsafe {
-                std::ptr::copy_nonoverlapping(from.add(done), host, length);
+                copy_in_parallel(from.add(done), host, length);
                 driver_copy(to + done as u64, host.cast_const().cast(), length, self.stream as Stream)
             })?;
             // Align the next value: it begins at a multiple of 256 bytes.
