@@ -27,8 +27,9 @@
     }
 
 // attention_few_keys_backward_{f16,bf16}: dq, unless its pointer is null. Unless `parts` is null, each block also sums dk and dv over its
-// queries of each head, and writes the two sums to parts[item + block]; parts is f32 (items + blocks - 1, 2, 80, 64). No two sums have the
-// same index: along the sequence, the next sum belongs to the next item, to the next block, or to both, so item + block grows.
+// queries of each head, and writes the two sums to parts[item + block]; parts is f32 (items + blocks - 1, 2, 80, 64). No two pairs of
+// sums have the same index: along the sequence, the next pair belongs to the next item, to the next block, or to both, so item + block
+// grows.
 // Grid (blocks), 384 threads. Dynamic shared memory: 221264 bytes.
 #define BACKWARD(dtype, type)                                                                                                      \
     static_assert(FewKeysBackward<type>::SHARED == 221264);                                                                        \

@@ -14,12 +14,12 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     static constexpr int SUM = FEW_KEYS / 2, PART = 2 * FEW_KEYS * D;
     static_assert(OWN_BYTES >= SUM * WARPGROUP * 4, "the group's tiles have room for a sum");
 
-    // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` and `scores` are addresses in shared memory: of 64 rows of a tile of q or
-    // d_o, and of the group's tile of dS or of weights. dk takes q and dS, dv takes d_o and weights.
-    static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
+    // sum += rowsᵀ @ tile, where sum is (columns, keys). `rows` and `tile` are addresses in shared memory: of 64 rows of a tile of q or
+    // d_o, and of the group's tile of dS or P, (queries, keys). dk takes q and dS, dv takes d_o and P.
+    static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t tile) {
         // Descriptors of the two operands, whose rows the product sums over. The second argument is the distance from panel to panel of
         // the operand's tile; a tile of `rows` has only one panel.
-        const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
+        const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(tile, 64 * ROW_BYTES);
         // An instruction sums over 16 of the 64 rows. The two template arguments 1 say that it sums over the rows of both operands.
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
@@ -34,8 +34,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // by `end_products`, are unfinished. A barrier has 8 bytes.
     __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
-        const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
-                       staged = score_tile + SCORE_BYTES;
+        const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, ds_tile = weight_tile + SCORE_BYTES,
+                       staged = ds_tile + SCORE_BYTES;
         const float factor = static_cast<float>(shape.scale), scale = factor * LOG2_E;
         ScheduleWalk walk(schedule);
         Span span;
@@ -57,13 +57,13 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 float base[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) base[r] = row + 8 * r < shape.queries ? bases[row + 8 * r] * LOG2_E : INFINITY;
-                // `weights` are first the scores, then P. `scores` are first dP, then dS.
-                float weights[SUM], scores[SUM];
+                // `weights` are first the scores, then P. `ds` is first dP, then dS.
+                float weights[SUM], ds[SUM];
                 barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
                 begin_products();
                 multiply_rows<T, D, ROWS, FEW_KEYS>(weights, q, k);
                 end_products();
-                multiply_rows<T, D, ROWS, FEW_KEYS>(scores, d_o, v);
+                multiply_rows<T, D, ROWS, FEW_KEYS>(ds, d_o, v);
                 end_products();
                 wait_for_products<1>();
                 products_are_ready(weights);
@@ -71,15 +71,15 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 for (int i = 0; i < SUM; i++) weights[i] = fast_exp2(fmaf(weights[i], scale, -base[i / 2 % 2]));
                 set_beyond_keys(weights, 0.0f);
                 wait_for_products<0>();
-                products_are_ready(scores);
+                products_are_ready(ds);
                 // `delta` becomes rowsum(P ∘ dP).
                 float delta[2] = {};
 #pragma unroll
-                for (int i = 0; i < SUM; i++) delta[i / 2 % 2] += weights[i] * scores[i];
+                for (int i = 0; i < SUM; i++) delta[i / 2 % 2] += weights[i] * ds[i];
 #pragma unroll
                 for (int r = 0; r < 2; r++) delta[r] = row_sum(delta[r]);
 #pragma unroll
-                for (int i = 0; i < SUM; i++) scores[i] = weights[i] * (scores[i] - delta[i / 2 % 2]);
+                for (int i = 0; i < SUM; i++) ds[i] = weights[i] * (ds[i] - delta[i / 2 % 2]);
                 // After this barrier, all warps of the group have waited for the products of the previous step, which read that step's
                 // stage and the group's tiles.
                 group_sync(ALONE + group, WARPGROUP);
@@ -89,8 +89,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 uint32_t narrow[FEW_KEYS / 16][4];
                 narrow_sums<T>(narrow, weights);
                 write_narrow<64>(weight_tile, narrow);
-                narrow_sums<T>(narrow, scores);
-                write_narrow<64>(score_tile, narrow);
+                narrow_sums<T>(narrow, ds);
+                write_narrow<64>(ds_tile, narrow);
                 publish_to_products();
                 group_sync(ALONE + group, WARPGROUP);
                 // `result` becomes the rows of dq.
@@ -100,7 +100,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 add_weighted<T, FEW_KEYS>(result, narrow, k);
                 end_products();
                 add_across(dv, d_o, weight_tile);
-                add_across(dk, q, score_tile);
+                add_across(dk, q, ds_tile);
                 end_products();
                 wait_for_products<1>();
                 products_are_ready(result);
@@ -129,7 +129,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     // dk, the second the two dv; each gets the sum of the other group through shared memory.
     __device__ __forceinline__ void add_groups(int group, const float (&dk)[SUM], const float (&dv)[SUM], float *part) const {
         const uint32_t own = shared + OWN + group * OWN_BYTES + threadIdx.x % WARPGROUP * 4;
-        const uint32_t other_groups = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
+        const uint32_t of_other_group = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
 #pragma unroll
         for (int i = 0; i < SUM; i++)
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + i * WARPGROUP * 4), "f"(group == 0 ? dv[i] : dk[i]) : "memory");
@@ -141,7 +141,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
 #pragma unroll
             for (int i = 0; i < SUM; i++) {
                 float other;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(other_groups + i * WARPGROUP * 4) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(of_other_group + i * WARPGROUP * 4) : "memory");
                 part[(key + i / 4 * 8 + i % 2) * D + column + i / 2 % 2 * 8] = (group == 0 ? dk[i] : dv[i]) + other;
             }
         }

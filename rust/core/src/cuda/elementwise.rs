@@ -1,7 +1,7 @@
 //! Elementwise functions of one, two and three tensors on CUDA devices.
 
-// All kernels of one operand take the arguments of `exp`, those of two operands the arguments of `add`, and those of
-// three operands the arguments of `share`.
+// All kernels of one operand take the arguments of the kernel `exp`, those of two operands the arguments of `add`, and
+// those of three operands the arguments of `share` (the kernel for the gradient of a maximum or minimum).
 use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, Share as Ternary};
 
 use super::gpu::Gpu;

@@ -170,9 +170,10 @@ impl Shards {
     pub fn open(&mut self, texts: &[&str]) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         // The text of process 0 has its handle and, after a space, the description of the ledger.
-        let (_, ledger) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();
+        // If it has no description, `description` is empty, and `Pages::open` rejects it.
+        let (_, description) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();
         if self.ledger.is_none() {
-            self.ledger = Some(Ledger { pages: Pages::open(ledger)?, processes: self.processes });
+            self.ledger = Some(Ledger { pages: Pages::open(description)?, processes: self.processes });
         }
         for (process, text) in texts.iter().enumerate() {
             let open = || {

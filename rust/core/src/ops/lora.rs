@@ -135,10 +135,9 @@ pub fn lora_backward(
 ) -> Result<(Tensor, Tensor)> {
     check_backward("lora_backward", grad_output, input, down, up, scale)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
-    // x Aᵀ, and its gradient s g B, where g is the gradient of y.
+    // x Aᵀ, and its gradient s g B, where g is the gradient of y. The third argument of `product` is a factor.
     let hidden = compute::matmul(&x, &operand(down, x.dtype())?.raw.t()?)?;
     let grad_hidden = compute::product(&grad, &operand(up, x.dtype())?.raw, scale, x.dtype())?;
-    // The third argument is a factor of the product.
     let grad_down = compute::product(&grad_hidden.t()?, &x, 1.0, down.dtype())?;
     let grad_up = compute::product(&grad.t()?, &hidden, scale, up.dtype())?;
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
@@ -178,9 +177,9 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
         matrices.push((grad, x));
     }
     // For each layer, x Aᵀ and its gradient s g B, where g is the gradient of y.
-    let hidden = compute::products(&first_products)?;
-    let (mut last_products, mut targets) = (Vec::with_capacity(hidden.len()), Vec::with_capacity(hidden.len()));
-    for ((layer, (grad, x)), pair) in layers.iter().zip(matrices).zip(hidden.chunks_exact(2)) {
+    let pairs = compute::products(&first_products)?;
+    let (mut last_products, mut targets) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
+    for ((layer, (grad, x)), pair) in layers.iter().zip(matrices).zip(pairs.chunks_exact(2)) {
         let (hidden, grad_hidden) = (&pair[0], &pair[1]);
         let of_down = (layer.down, grad_hidden.t()?, x, 1.0);
         let of_up = (layer.up, grad.t()?, hidden.clone(), layer.scale);

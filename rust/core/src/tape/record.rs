@@ -49,8 +49,8 @@ pub(crate) type Aux = SmallVec<[Raw; 2]>;
 pub struct Saver<'a> {
     /// The operation's inputs.
     inputs: &'a [&'a Tensor],
-    /// Whether the operation runs in the function of a checkpoint, which recomputes saved values.
-    recording: bool,
+    /// Whether the operation runs inside the function of a checkpoint, in its first run or in a recomputation.
+    in_checkpoint: bool,
 }
 
 impl Saver<'_> {
@@ -61,15 +61,16 @@ impl Saver<'_> {
 
     /// Keep an input that the backward pass reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
-        // Instead of the value, the tape can keep a reference to what recomputes it: a checkpoint (`slot`), or else a
-        // node (`again`). Without either, it keeps the value.
-        let slot = if self.recording { checkpoint::save(&tensor.raw) } else { None };
+        // Inside a checkpoint, the tape keeps a slot of the checkpoint, which recomputes the value. Otherwise, if
+        // `Tensor::recomputed` has marked the tensor, the tape keeps the tensor's node, which computes the value again
+        // from what the node saved. In all other cases, the tape keeps the value.
+        let slot = if self.in_checkpoint { checkpoint::save(&tensor.raw) } else { None };
         slot.or_else(|| Saved::again(tensor)).unwrap_or_else(|| Saved::keep(tensor))
     }
 
     /// Keep a result or an auxiliary value that the backward pass reads.
     pub fn save_raw(&mut self, raw: &Raw) -> Saved {
-        if self.recording {
+        if self.in_checkpoint {
             checkpoint::save(raw).unwrap_or_else(|| Saved::keep_raw(raw))
         } else {
             Saved::keep_raw(raw)
@@ -103,13 +104,14 @@ pub fn record_with_aux<B: Backward + 'static>(
     backward: impl FnOnce(&mut Saver<'_>, &Raw, &[Raw]) -> B,
 ) -> Result<Tensor> {
     let mode = flags();
-    let (raw, aux) = if mode.recording() { checkpoint::run(op, inputs, forward)? } else { forward()? };
+    let in_checkpoint = mode.recording();
+    let (raw, aux) = if in_checkpoint { checkpoint::run(op, inputs, forward)? } else { forward()? };
     let needs_grad = mode.grad_enabled() && inputs.iter().any(|t| t.node.is_some());
     if !needs_grad {
         return Ok(Tensor::constant(raw));
     }
-    let backward = backward(&mut Saver { inputs, recording: mode.recording() }, &raw, &aux);
-    if mode.recording() {
+    let backward = backward(&mut Saver { inputs, in_checkpoint }, &raw, &aux);
+    if in_checkpoint {
         // If this is a recomputation and all saved values exist now, an error ends the checkpoint's function here. The
         // checkpoint handles this error.
         checkpoint::stop_if_complete()?;
@@ -147,8 +149,7 @@ pub fn record_no_backward(
         return Err(Error::NoBackward { op });
     }
     // A checkpoint must know what its function reads, because variables that it reads must not change before the
-    // recomputation.
-    // For operations with a derivative, `checkpoint::run` does this.
+    // recomputation. For operations with a derivative, `checkpoint::run` does this.
     checkpoint::reads(inputs);
     Ok(Tensor::constant(forward()?))
 }

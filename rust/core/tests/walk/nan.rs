@@ -63,8 +63,8 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
             for change in [0.37, -0.41, 50.0, -50.0] {
                 let (_, after) =
                     text(replaced(element + change, DType::F64).and_then(|inputs| numbers(case, &inputs)))?;
-                for (depends, (after, before)) in depends.iter_mut().zip(after.iter().zip(&before)) {
-                    *depends |= (after - before).abs() > 1e-9 * before.abs().max(1.0);
+                for (i, (after, before)) in after.iter().zip(&before).enumerate() {
+                    depends[i] |= (after - before).abs() > 1e-9 * before.abs().max(1.0);
                 }
             }
             // `TOLERANCE` pairs the dtypes to test with tolerances, which this check does not need.
@@ -91,7 +91,7 @@ struct Function {
     name: &'static str,
     run: fn(&Tensor) -> Result<Tensor>,
     nan_at: NanAt,
-    /// Whether the gradient of the whole row 1 must be NaN as well. If false, the gradient is not checked.
+    /// Whether all elements of row 1 of the gradient must be NaN as well. If false, the gradient is not checked.
     gradient: bool,
 }
 
@@ -104,7 +104,7 @@ enum NanAt {
     Last,
     /// The elements of row 1 in the columns where the input is NaN, and no other element.
     Columns,
-    /// All elements; the value is usually a scalar.
+    /// All elements. The values of the functions below for which this holds are scalars.
     All,
 }
 
@@ -331,7 +331,7 @@ impl Function {
         // computed from all rows.
         let width = value.len() / 3;
         for (i, number) in value.iter().enumerate() {
-            // A scalar counts as an element of row 1.
+            // A scalar has no row or column; `NanAt::All` reads neither.
             let (row, column) = i.checked_div(width).map_or((1, 0), |row| (row, i % width));
             // `None`: the element may be NaN or not.
             let expected = match self.nan_at {

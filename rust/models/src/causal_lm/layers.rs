@@ -109,8 +109,8 @@ impl DecoderLayer {
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, DEFAULT_SCALE)?;
         let (padding, width) = (x.dims()[0] - text_tokens, q.dims()[2]);
-        // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens, in all
-        // query heads that share the key head, are the query rows of one attention.
+        // All padding tokens attend to the same keys. So one attention for each key head suffices: its queries are
+        // those of all padding tokens, in the `group` query heads that share the key head.
         let group = self.heads / self.kv_heads;
         let by_key_head = (padding, self.kv_heads, group, width);
         let queries = q.narrow(0, text_tokens, padding)?.reshape(by_key_head)?.permute(&[1, 0, 2, 3])?;

@@ -14,7 +14,8 @@ use crate::registry::ModelKind;
 /// The class name in the `config.json` of a text encoder that projects the pooled state.
 pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
 
-/// The registry entry of CLIP's text encoder.
+/// The registry entry of CLIP's text encoder. Messages about a wrong file name this encoder if keys begin with
+/// `text_model.`.
 pub static KIND: ModelKind = ModelKind::of::<CLIPTextModel>(
     "CLIPTextModel",
     ("a text encoder", "text_model."),

@@ -118,9 +118,10 @@ impl ResnetBlock {
         // Layers are counted with (number of their input values, number of pixels of their result). `cheap_conv` is for
         // convolutions whose input comes from a norm, which selective checkpointing recomputes.
         let inputs = area * channels;
+        let own_inputs = area * own_channels.unwrap_or(channels);
         // Full checkpointing does not recompute this block together with the previous one.
         let joins_previous = false;
-        saved.block(area * own_channels.unwrap_or(channels), joins_previous, |saved| {
+        saved.block(own_inputs, joins_previous, |saved| {
             // The input of the first norm.
             saved.keep(inputs);
             saved.cheap_conv(&self.conv1, (inputs, area));

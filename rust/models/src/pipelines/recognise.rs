@@ -9,9 +9,9 @@ use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, 
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// Returns the first place of `model` with a probe that the file has under one of the section's prefixes, with this
-/// section and this prefix. None if there is no such place. `is_there` says whether the file has a key. If `choice`
-/// names a subfolder or a pipeline, only places in these count.
+/// Returns the first place of `model` with a section whose probe the file has under one of the section's prefixes;
+/// also returns this section and this prefix. None if there is no such place. `is_there` says whether the file has a
+/// key. If `choice` names a subfolder or a pipeline, only places in these count.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,

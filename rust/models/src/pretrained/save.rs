@@ -25,8 +25,8 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 ///
 /// With `Nf4`, the linear layers that may be quantized are in bitsandbytes' format with scales in f32. `config.json`
 /// names the other linear layers, so that diffusers does not read them as quantized. diffusers compares each of these
-/// names also with the last part of a layer's name. Therefore a layer is quantized too if its whole name is the last
-/// part of a quantized layer's name. An example is Flux's last layer `proj_out`, because of
+/// names also with the last part of a layer's name. So a name that is the last part of a quantized layer's name cannot
+/// be among them, and the layer of this name is quantized too. An example is Flux's last layer `proj_out`, because of
 /// `single_transformer_blocks.0.proj_out`.
 ///
 /// # Errors
@@ -94,7 +94,7 @@ pub struct WriteOptions {
     pub formats: BTreeMap<String, Format>,
 }
 
-/// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
+/// Write `models` to one file under the names of the original checkpoints, with these `options`. Each model is
 /// given with the name of its folder in a pipeline. If `base` is given, all tensors of this checkpoint that do not
 /// belong to `models` are copied unchanged. The header stores the models' configurations, because names and shapes do
 /// not determine every field.
@@ -102,20 +102,20 @@ pub struct WriteOptions {
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if only a part of a model was loaded, if a format is
 /// given for a name that is not in `models` or for a model without layers that may be quantized, or if a format is not
-/// `Fp8` or `Int8`; [`Error::DType`] if `written.dtype` is not floating-point; [`Error::WeightsFormat`] if `base` is
+/// `Fp8` or `Int8`; [`Error::DType`] if `options.dtype` is not floating-point; [`Error::WeightsFormat`] if `base` is
 /// damaged or has tensors of an unsupported dtype; [`Error::Io`], which names the path, if a file cannot be read or
 /// written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
     base: Option<&Path>,
-    written: &WriteOptions,
+    options: &WriteOptions,
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
-    if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
+    if let Some(other) = options.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
         return Err(Error::argument(OP, format!("quantize names \"{other}\", which is not among the models to save")));
     }
-    if let Some(dtype) = written.dtype.filter(|&dtype| !is_float(dtype)) {
+    if let Some(dtype) = options.dtype.filter(|&dtype| !is_float(dtype)) {
         let text = format!("dtype is {}, expected one of f32, f16, bf16, f64", dtype.as_str());
         return Err(Error::dtype(OP, text));
     }
@@ -141,8 +141,8 @@ pub fn save_checkpoint(
             }
             None => model.layout(Some(default), None),
         };
-        let codes = written.formats.get(subfolder).map(|&format| eight_bits(format)).transpose()?;
-        all.extend(StoredModel::of(model, layout.as_ref(), OP, codes)?.entries(written.dtype)?);
+        let codes = options.formats.get(subfolder).map(|&format| eight_bits(format)).transpose()?;
+        all.extend(StoredModel::of(model, layout.as_ref(), OP, codes)?.entries(options.dtype)?);
     }
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
@@ -156,6 +156,7 @@ pub fn save_checkpoint(
                     format!("tensor \"{name}\" has a dtype that is not supported"),
                 ));
             };
+            // The entry has the name; the closure that reads the values has a copy of it, `key`.
             let (name, key) = (name.to_owned(), name.to_owned());
             let values = Box::new(move || base.borrow_mut().read(&key, None, &Device::Cpu));
             all.push(TensorEntry { name, shape: shape.to_vec(), dtype, codes: None, values });

@@ -6,8 +6,8 @@ use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNo
 
 use crate::layers::{attend, conv1x1, conv3x3};
 
-/// Added to the mean square of a pixel's channels in the norms. diffusers instead replaces an L2 norm of the
-/// channels below 1e-12 by 1e-12. The results differ only at pixels whose channels are all nearly 0.
+/// Added to the mean square of a pixel's channels in the norms. diffusers instead divides by the L2 norm of the
+/// channels, or by 1e-12 if the L2 norm is smaller. The results differ only at pixels whose channels are all nearly 0.
 const EPS: f64 = 1e-24;
 
 /// An RMS norm over the channels of each pixel.

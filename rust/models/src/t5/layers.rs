@@ -71,7 +71,7 @@ pub(super) struct EncoderBlock {
 
 impl EncoderBlock {
     pub(super) fn new(config: &T5Config, weights: &mut Weights<'_>) -> Result<Self> {
-        let (dim, inner, middle) = (config.d_model, config.inner_dim(), config.d_ff);
+        let (dim, inner, d_ff) = (config.d_model, config.inner_dim(), config.d_ff);
         let bias = false;
         Ok(Self {
             attention_norm: Norm::new("layer.0.layer_norm", config, weights)?,
@@ -81,12 +81,12 @@ impl EncoderBlock {
             feed_forward_norm: Norm::new("layer.1.layer_norm", config, weights)?,
             middle: match config.feed_forward_proj {
                 FeedForward::GatedGelu => {
-                    let layers = GATED.map(|name| (name, middle));
+                    let layers = GATED.map(|name| (name, d_ff));
                     Middle::Gated(weights.linear_group(&layers, dim, bias, Init::Kaiming)?)
                 }
-                FeedForward::Relu => Middle::Relu(weights.linear(UNGATED, dim, middle, bias)?),
+                FeedForward::Relu => Middle::Relu(weights.linear(UNGATED, dim, d_ff, bias)?),
             },
-            wo: weights.linear(WO, middle, dim, bias)?,
+            wo: weights.linear(WO, d_ff, dim, bias)?,
         })
     }
 

@@ -37,9 +37,9 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// The epsilon that is added to the variances when FLUX.2's latents are normalised. FLUX.2's weights have a mean
-    /// and a variance for each channel of latents whose 2 × 2 patches are stacked along the channels. None for other
-    /// autoencoders, which have a scaling factor and a shift instead.
+    /// The epsilon that is added to the variances when FLUX.2's latents are normalised. Before that, 2 × 2 patches of
+    /// the latents are stacked along the channels; the weights have a mean and a variance for each of the resulting
+    /// channels. None for other autoencoders, which have a scaling factor and a shift instead.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -81,7 +81,7 @@ impl Configuration for VaeConfig {
         fields.only(&[("act_fn", json!("silu")), ("latents_mean", Value::Null), ("latents_std", Value::Null)])?;
         let block_out_channels = fields.list("block_out_channels")?;
         let levels = block_out_channels.len();
-        // These two calls only check the names: one for each level.
+        // These two calls only check that each field lists the one supported name once for each level.
         fields.names("down_block_types", levels, &[(DOWN, ())])?;
         fields.names("up_block_types", levels, &[(UP, ())])?;
         // The defaults are those of diffusers' classes, which are not SDXL's.

@@ -136,8 +136,8 @@ impl DoubleBlock {
         };
         // A recomputation ends with the last value that the backward pass reads. Only the gradient of the last gate
         // reads the result of the block's last linear layer, and the gate needs a gradient only if its layer has an
-        // adapter. Without one, a checkpoint does not recompute this result. So the last is the feed-forward network
-        // of the image, which usually has more tokens than the text.
+        // adapter. Without one, a checkpoint does not recompute this result. So this function computes the feed-forward
+        // network of the image after that of the text: the image usually has more tokens, so this saves more.
         let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;
@@ -162,9 +162,9 @@ impl DoubleBlock {
             self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
         // The block has a checkpoint of its own: no other block is recomputed together with it.
         let joins_previous = false;
-        // The first argument is the number of input values that the checkpoint keeps. `keep_product` counts results of
-        // matrix products, which selective checkpointing keeps in any case; `keep_cheap` counts results that it
-        // recomputes.
+        // The first argument of `block` is the number of input values that the checkpoint keeps. `keep_product` counts
+        // results of matrix products, which selective checkpointing keeps in any case; `keep_cheap` counts results that
+        // it recomputes.
         saved.block((area + length) * dim, joins_previous, |saved| {
             // The norms before the joint attention keep their inputs.
             saved.keep((area + length) * dim);

@@ -16,9 +16,9 @@ const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only the copy for a
 /// single target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// A part has at most an eighth of the target lines of a phase, so that threads can share an image. But if the copy is
-/// small enough, a part may always have this many lines: smaller parts would mostly copy lines that neighbouring parts
-/// copy too.
+/// A part has at most an eighth of the target lines of a phase, rounded up, so that threads can share an image. But a
+/// part may have this many lines even if they are more than an eighth, as long as `MAX_PATCH` permits it: smaller parts
+/// would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
@@ -29,7 +29,7 @@ pub(in crate::ops::conv) struct Axis {
     pub stride: usize,
     /// Number of target positions of the phase.
     pub count: usize,
-    /// Number of source positions.
+    /// Number of positions of the whole source in this direction, without padding.
     pub source: usize,
     /// Distance in the source between the source positions that neighbouring target positions of the phase read at the
     /// same kernel tap.
@@ -181,8 +181,8 @@ impl Patch {
     }
 
     /// The runs of adjacent elements of the copy that the part's first target position reads at all kernel taps, and
-    /// the number of elements of each run. If the taps of a kernel line read adjacent positions, a run has the whole
-    /// line, otherwise one tap.
+    /// the number of elements of each run. If the taps of a kernel line read adjacent positions, a run has all taps of
+    /// the kernel line, otherwise one tap.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].taps.len();
         let dense = axes[1].is_dense();

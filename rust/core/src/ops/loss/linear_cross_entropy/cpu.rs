@@ -11,12 +11,13 @@ use crate::{Result, Tensor};
 /// The label smoothing of the losses: none.
 const SMOOTHING: f64 = 0.0;
 
-/// The weighted sum of the losses, and its gradients with respect to the states and the weight.
-pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
+/// The sum of the losses, each multiplied by its element of `loss_weights` if they are given, and the gradients of the
+/// sum with respect to the head's states and weight.
+pub(super) fn sum(head: &Head<'_>, targets: &Tensor, loss_weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
     let labelled = Labelled::new(OP, head, targets)?;
-    let all_weights = weights.map(to_f64_vec).transpose()?;
-    let weight = |&index: &usize| all_weights.as_ref().map_or(1.0, |weights| weights[index]);
-    let weights: Vec<f64> = labelled.indices.iter().map(weight).collect();
+    let all_loss_weights = loss_weights.map(to_f64_vec).transpose()?;
+    let loss_weight = |&index: &usize| all_loss_weights.as_ref().map_or(1.0, |all| all[index]);
+    let labelled_weights: Vec<f64> = labelled.indices.iter().map(loss_weight).collect();
     let mut sum = 0.0;
     // `run` calls the closure for one chunk after another; `rows` is the chunk's range among the rows in `labelled`.
     // The closure returns a value that `run` collects, here `()`, and the gradient of the chunk's logits. From this
@@ -24,7 +25,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();
         let (losses, lse) = losses(&logits, &targets, SMOOTHING)?;
-        let weights = &weights[rows];
+        let weights = &labelled_weights[rows];
         sum += to_f64_vec(&losses)?.iter().zip(weights).map(|(loss, weight)| loss * weight).sum::<f64>();
         let gradient = head.wants_gradients().then(|| gradient(&logits, &lse, &targets, weights, SMOOTHING));
         Ok(((), gradient.transpose()?))
