@@ -12,9 +12,9 @@
 // of 2 * M query rows, and four threads share each row. `scores[m][n][i]` belongs to query m * 16 + i / 2 * 8 and to key n * 8 + i % 2,
 // counted from the thread's first query and key.
 template <int M> struct RunningSoftmax {
-    // For each query row, the largest score so far, times scale / ln 2.
+    // For each query row, the largest score so far, times the factor `scale` of `weigh`.
     float base[M][2];
-    // For each query row, the sum of the weights 2^(score * scale / ln 2 - base) over the keys whose scores this thread has.
+    // For each query row, the sum of the weights 2^(score * scale - base) over the keys whose scores this thread has.
     float sum[M][2];
 
     // `lowest` is the initial base, below all scaled scores. If all keys of a call of `weigh` may be hidden from a row, `lowest`
@@ -26,8 +26,8 @@ template <int M> struct RunningSoftmax {
             for (int r = 0; r < 2; r++) base[m][r] = lowest, sum[m][r] = 0.0f;
     }
 
-    // Replaces scores by weights 2^(score * scale - base). `scale` includes the factor 1 / ln 2. Returns whether a base of the warp was
-    // raised; if so, sets `correction`, by which the caller must multiply earlier results.
+    // Replaces scores by weights 2^(score * scale - base). `scale` is attention's scale divided by ln 2: the weights are powers of 2, not
+    // of e. Returns whether a base of the warp was raised; if so, sets `correction`, by which the caller must multiply earlier results.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];

@@ -10,7 +10,8 @@
 #include "parts.cuh"
 
 // Maps of the codes of x (rows, inner) and of each part of w. They have elements of 8 bits, dimensions (inner, 1, rows), boxes
-// (128, 1, 128) for x and (128, 1, COLUMNS / 2) for w, and a 128-byte swizzle. Elements outside a matrix are read as zeros.
+// (128, 1, 128) for x and (128, 1, COLUMNS / 2) for w, and a 128-byte swizzle. The dimension of size 1 is there because `copy_box` takes
+// maps of three dimensions. Elements outside a matrix are read as zeros.
 struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
@@ -80,15 +81,16 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     __device__ __forceinline__ bool find(uint32_t index, Tile &tile) const {
         // The number of tiles from top to bottom; a tile has the rows of a pair of blocks.
         const uint32_t pairs = (rows + 2 * ROWS - 1) / (2 * ROWS);
-        // A number of tiles: at first from the first column of the first part, at last from the first column of part `tile.part`.
-        uint32_t column = index / pairs;
+        // The tile's position across the columns, in tiles. It is counted from the start of the first part; after the loop, from the start
+        // of part `tile.part`.
+        uint32_t across = index / pairs;
         tile.row = (index % pairs * 2 + cluster_rank()) * ROWS;
         for (tile.part = 0; tile.part < count; tile.part++) {
             const uint32_t tiles = (parts.list[tile.part].rows + COLUMNS - 1) / COLUMNS;
-            if (column < tiles) break;
-            column -= tiles;
+            if (across < tiles) break;
+            across -= tiles;
         }
-        tile.column = column * COLUMNS;
+        tile.column = across * COLUMNS;
         return tile.part < count;
     }
 
@@ -97,13 +99,14 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     // the indices (k, 0, row) of the map. The cluster's number is blockIdx.x / 2; it takes the tile of this number, and further tiles at
     // distances of the number of clusters.
     __device__ __forceinline__ void copy(Ring ring) const {
-        const uint32_t half = cluster_rank() * (COLUMNS / 2);
+        // The first of the columns of a tile (rows of w) that this block fetches.
+        const uint32_t first = cluster_rank() * (COLUMNS / 2);
         Tile tile;
         for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2)
             for (uint32_t k = 0; k < inner; k += STEP) {
                 ring.begin_copies();
                 copy_box<false>(ring.address(), maps.x, ring.barrier(), k, 0, tile.row);
-                copy_box<true>(ring.address() + LEFT_BYTES + half * STEP, maps.w[tile.part], ring.barrier(), k, 0, tile.column + half);
+                copy_box<true>(ring.address() + LEFT_BYTES + first * STEP, maps.w[tile.part], ring.barrier(), k, 0, tile.column + first);
                 ring.advance();
             }
     }
@@ -132,7 +135,7 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     }
 
     // sums = the sums of a tile's products. Products of one stage run while the next are started: `multiply_wait<1>` waits until only the
-    // latest stage's are unfinished, and `ring.leave_last` then releases the stage before.
+    // newest stage's are unfinished. `ring.leave_last` then releases the finished stage, the one before the ring's current stage.
     __device__ __forceinline__ void sum_up(Ring &ring, Sum (&sums)[SUMS]) const {
         if constexpr (std::is_same_v<Sum, float>) {
             add_stages(ring, sums);
@@ -157,7 +160,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
 #pragma unroll
             for (int i = 0; i < SUMS; i++) sums[i] += stage_sums[i];
         };
-        const auto add_last = [&](Sum (&stage_sums)[SUMS]) {
+        // Waits for the products of the tile's last stage, and adds them.
+        const auto finish = [&](Sum (&stage_sums)[SUMS]) {
             multiply_wait<0>();
             ring.leave_last();
             add(stage_sums);
@@ -175,9 +179,9 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
         multiply_stage(ring, even, /*add=*/false);
         ring.advance();
         for (uint32_t k = STEP;; k += 2 * STEP) {
-            if (k >= inner) return add_last(even);
+            if (k >= inner) return finish(even);
             multiply_and_add(odd, even);
-            if (k + STEP >= inner) return add_last(odd);
+            if (k + STEP >= inner) return finish(odd);
             multiply_and_add(even, odd);
         }
     }
@@ -268,6 +272,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 uint4 eight = exchange(words[r][0], words[r][1], words[r][2], words[r][3]);
+                // COLUMNS and, as the host checks, the numbers of rows of the parts are multiples of 8. So a part has all eight columns
+                // or none.
                 if (row + 8 * r >= rows || tile_column >= COLUMNS || column >= part.rows) continue;
                 const uint64_t at = static_cast<uint64_t>(row + 8 * r) * stride + part.start + column;
                 if (residual != nullptr) eight = add_eight<T>(eight, *reinterpret_cast<const uint4 *>(residual + at));

@@ -9,9 +9,9 @@
 #include "tensor.cuh"
 
 // Returns the descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. A row of a tile is ROW_BYTES (128)
-// bytes, 64 values; SQUARE_BYTES is the size of a tile of 64 rows. For an operand whose summed
-// values run across the rows of its tiles, the tile of the next 64 columns begins SQUARE_BYTES later. This distance is unused
-// if the summed values run along the rows.
+// bytes, 64 values; SQUARE_BYTES is the size of a tile of 64 rows. In this file, "summed values" are an operand's values along k,
+// the dimension over which the product sums. For an operand whose summed values run across the rows of its tiles, the tile of
+// the next 64 columns begins SQUARE_BYTES later. This distance is unused if the summed values run along the rows.
 //
 // The descriptor has the address (18 bits, without the last 4) from bit 0 on, the distance between tiles from bit 16 on, the
 // distance between groups of eight rows from bit 32 on, and the kind of swizzle in the highest bits. The address and the
@@ -105,7 +105,8 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
                 }
             }
             multiply_commit();
-            // After this wait, the products of the previous step are done. `leave_last` then signals that its stage is free.
+            // After this wait, the products of the previous step are done. `leave_last` then signals that the stage of that step,
+            // the one before the current stage, is free.
             multiply_wait<1>();
             if (step > 0) this->leave_last();
             advance();
@@ -160,7 +161,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
         const int low_y = min(0, (gather.y.taps - 1) * gather.y.move),
                   low_x = min(0, (gather.x.taps - 1) * gather.x.move);
         // The first row of the half of the weights that this block fetches.
-        const int half = int(cluster_rank()) * RIGHT_HALF;
+        const int first_row = int(cluster_rank()) * RIGHT_HALF;
         // The step's block of 64 channels, and its kernel tap (a, b).
         Place place(gather, STEP, work.begin * STEP);
         for (int step = work.begin; step < work.end; ++step) {
@@ -176,11 +177,11 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
                             gather.x.tap_every * place.b;
             // The weights' coordinates, the last three arguments, are: input channel, tap, output channel.
             for (int j = 0; j < RIGHT_TILES; ++j) {
-                const uint32_t to = right + j * RIGHT_TILE_BYTES + half * ROW_BYTES;
+                const uint32_t to = right + j * RIGHT_TILE_BYTES + first_row * ROW_BYTES;
                 if constexpr (FORWARD) {
-                    copy_box<true>(to, maps.dense, barrier, place.block * STEP, tap, work.column + half);
+                    copy_box<true>(to, maps.dense, barrier, place.block * STEP, tap, work.column + first_row);
                 } else {
-                    copy_box<true>(to, maps.dense, barrier, work.column + j * STEP, tap, place.block * STEP + half);
+                    copy_box<true>(to, maps.dense, barrier, work.column + j * STEP, tap, place.block * STEP + first_row);
                 }
             }
             // A block has STEP channels, and a step moves on by STEP summed values.

@@ -215,7 +215,7 @@ fn check_dtypes(a: &Raw, b: &Raw) -> Result<()> {
 }
 
 /// Returns the shape to which `a` and `b` broadcast, after a check that a tensor of this shape fits into memory.
-/// Operands of equal shape are not checked.
+/// Operands of equal shape are not checked, like the operand of [`unary`]: they usually are in memory in this shape.
 fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
     if a == b {
         return Ok(Dims::from_slice(a));

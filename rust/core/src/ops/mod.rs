@@ -9,7 +9,7 @@
 pub mod activation;
 pub mod arithmetic;
 pub mod attention;
-pub mod beside;
+pub mod beside; // a tensor's columns beside an activation of another's
 #[cfg(feature = "testing")]
 pub mod case;
 pub mod cast;

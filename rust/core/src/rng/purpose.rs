@@ -26,11 +26,12 @@ pub enum Purpose {
     ValidationLevel,
     /// Noise of a validation; by the number of the example.
     ValidationNoise,
-    /// Draws of the preparation of a batch that have no purpose of their own; by the number of the batch.
+    /// Draws in the preparation of a batch for which this list has no other purpose; by the number of the batch.
     Inputs,
     /// Draws of a forward pass and its backward pass, such as those of dropout; by the number of the batch.
     Pass,
-    /// Which of an image's crops and colours a sample gets, and whether it is mirrored; by the number of the sample.
+    /// Which of an image's crops and which variant of its colours a sample gets, and whether the sample is mirrored; by
+    /// the number of the sample.
     View,
     /// The positions of an image's crops; by image and crop.
     Crop,
@@ -41,7 +42,8 @@ pub enum Purpose {
     /// The order of the items (images, or examples of texts) of a group, from which batches are made; by group and
     /// epoch.
     Items,
-    /// The order in which the groups' batches (of language models: the packed rows) take turns; by epoch.
+    /// The order in which the batches of all groups follow one another (for language models, the order of the packed
+    /// rows); by epoch.
     Order,
     /// The choice of the items for validation; the number is 0.
     Split,

@@ -15,9 +15,10 @@ use super::OP;
 const ALIGNMENT: usize = 256;
 
 /// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join) joins the rows of
-/// several weights to one): where the part begins in the joined weight. Used for weights without values: with values, a
-/// part is a view of the joined weight's storage. The key is the address of the part's storage. The value is the
-/// address of the joined weight's storage, and the index of the part's first element in the joined weight.
+/// several weights to one): where the part begins in the joined weight. Only weights without values need it: with
+/// values, a part is a view of the joined weight's storage, and so has this position itself. The key is the address of
+/// the part's storage. The value is the address of the joined weight's storage, and the index of the part's first
+/// element in the joined weight.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A tensor that the packing holds. Weights that are views of this tensor have no entry of their own.

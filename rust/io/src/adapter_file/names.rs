@@ -60,6 +60,7 @@ impl Default for PartNames {
     }
 }
 
+/// What peft puts before the name of a layer.
 const PEFT: &str = "base_model.model.";
 /// The prefix of the keys of a denoiser in LyCORIS' style.
 const LYCORIS: &str = "lycoris_";
@@ -88,16 +89,17 @@ impl PartNames {
     }
 
     /// Whether keys that begin with `prefix` belong to this part.
-    pub(super) fn begins(&self, prefix: &str) -> bool {
+    pub(super) fn owns_prefix(&self, prefix: &str) -> bool {
+        // Whether it is the part's prefix in LyCORIS' or kohya's style, which have `_` in place of dots.
         // kohya's trainers number text encoders only if there are several, so `lora_te` may stand for `lora_te1`.
-        let kohya = prefix == LYCORIS && self.is_denoiser
+        let is_flat = prefix == LYCORIS && self.is_denoiser
             || prefix
                 .strip_suffix('_')
                 .is_some_and(|name| name == self.kohya || self.kohya.strip_suffix('1') == Some(name));
-        let dotted = prefix.strip_suffix('.').unwrap_or_default();
-        kohya
-            || dotted == self.diffusers && !dotted.is_empty()
-            // A known prefix is longer than `ComfyUI`'s name by a dot. A prefix that the name begins with counts too.
+        let before_dot = prefix.strip_suffix('.').unwrap_or_default();
+        is_flat
+            || before_dot == self.diffusers && !before_dot.is_empty()
+            // The known prefix is `ComfyUI`'s name and a dot. A shorter one, a beginning of the name, would count too.
             || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 
@@ -130,7 +132,7 @@ impl PartNames {
             Style::Diffusers => Some(prefixed(layer)),
             Style::Processor => {
                 let name = layer.contains(".to_").then(|| layer.replace(".to_", ".processor.to_"))?;
-                // These names have `to_out` in place of `to_out.0`.
+                // These names have `to_out` in place of `to_out.0`: cut off the two characters `.0`.
                 Some(prefixed(name.strip_suffix("to_out.0").map_or(&*name, |_| &name[..name.len() - 2])))
             }
             // `ComfyUI`'s prefix before diffusers' name, not before the original name as in `Style::ComfyUi`.

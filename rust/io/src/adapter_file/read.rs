@@ -106,7 +106,7 @@ fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) 
     let unplaced = unknown.iter().filter(|key| contents.modules.contains_key(**key)).count();
     let prefix_of = |key: &String| requested.first().and_then(|names| names.prefix_of(key));
     let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(prefix_of).collect();
-    let is_requested = |prefix: &str| requested.iter().any(|names| names.begins(prefix));
+    let is_requested = |prefix: &str| requested.iter().any(|names| names.owns_prefix(prefix));
     if unplaced == modules && prefixes.iter().all(|prefix| prefix.is_some_and(|prefix| !is_requested(prefix))) {
         let found: Vec<&str> = prefixes.into_iter().flatten().collect();
         let parts: Vec<&str> = requested.iter().map(|names| names.diffusers).collect();

@@ -69,6 +69,7 @@ pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec
         out_channels: size("proj_out.weight", 0)?,
         num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
         num_single_layers: sizes.count("single_transformer_blocks", "attn.to_out"),
+        // `max(1)`: in a damaged file, a size may be 0.
         num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
         attention_head_dim: head_dim,
         joint_attention_dim: size("context_embedder.weight", 1)?,

@@ -15,6 +15,7 @@ use crate::registry::ModelKind;
 /// The registry entry of Z-Image's transformer.
 pub static KIND: ModelKind = ModelKind::of::<ZImageTransformer>(
     "ZImageTransformer",
+    // For messages about a wrong file: the model's name, and a prefix of keys by which its files are recognized.
     ("a Z-Image transformer", "all_x_embedder."),
     &[ZImageTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",

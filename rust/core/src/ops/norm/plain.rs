@@ -1,8 +1,8 @@
 //! The plain forms of norms: their definitions in basic operations, with which tests compare the fused operations. Also
-//! makes frozen inputs for these test cases.
+//! makes frozen inputs for these tests.
 //!
 //! Each plain form gets the inputs `x` of a test case: the tensor to normalise `x[0]`, the scale `x[1]` and the shift
-//! `x[2]`. The shift may be missing, or both.
+//! `x[2]`. The shift may be missing, or the scale and the shift.
 
 use crate::{Result, Tensor};
 
@@ -28,10 +28,11 @@ pub(super) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor
     affine(&normalised, x)
 }
 
-/// Returns `normalised` times the scale `x[1]`, plus the shift `x[2]`. The shift may be missing, or both.
+/// Returns `normalised` times the scale `x[1]`, plus the shift `x[2]`. The shift may be missing, or the scale and the
+/// shift.
 pub(super) fn affine(normalised: &Tensor, x: &[Tensor]) -> Result<Tensor> {
-    let scaled = x.get(1).map_or_else(|| Ok(normalised.clone()), |weight| normalised.mul(weight))?;
-    x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))
+    let scaled = x.get(1).map_or_else(|| Ok(normalised.clone()), |scale| normalised.mul(scale))?;
+    x.get(2).map_or_else(|| Ok(scaled.clone()), |shift| scaled.add(shift))
 }
 
 /// Returns a tensor of fixed values that needs no gradient, in the dtype and on the device of `like`.
