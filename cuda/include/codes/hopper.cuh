@@ -95,8 +95,8 @@ template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct
     }
 
     // For the copying thread: fills the stages with the codes of this block's tiles, one tile after the other. The rows of x are for this
-    // block alone (copy_box<false>). This block's half of the rows of w goes to both blocks of the cluster (copy_box<true>). A box begins at
-    // the indices (k, 0, row) of the map. The cluster's number is blockIdx.x / 2; it takes the tile of this number, and further tiles at
+    // block alone (copy_box<false>). This block's half of the rows of w goes to both blocks of the cluster (copy_box<true>). A box begins
+    // at the indices (k, 0, row) of the map. The cluster's number is blockIdx.x / 2; it takes the tile of this number, and further tiles at
     // distances of the number of clusters.
     __device__ __forceinline__ void copy(Ring ring) const {
         // The first of the columns of a tile (rows of w) that this block fetches.
