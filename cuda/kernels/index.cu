@@ -80,15 +80,16 @@ struct Matches {
 };
 
 // A column is one of the packs of (outer, inner), and a tile is THREADS columns, one per thread. Each iteration of the outer loop handles
-// the row `id` of dx in one tile: `work` is tile · size + id. `piece` is the number of ids in a piece (index_select_backward below), and
-// the block has the ids from `first` up to, but not including, `end`. `at` is the index along `inner` of the first element of the column.
+// the row `id` of dx in one tile: `work` is tile · size + id. `piece_ids` is the number of ids in a piece (index_select_backward below),
+// and the block has the ids from `first` up to, but not including, `end`. `at` is the index along `inner` of the first element of the
+// column.
 template <typename T, int N>
 __device__ __forceinline__ void select_backward(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,
                                                 uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes,
                                                 Matches &matches) {
     using A = Acc<T>;
-    const uint64_t packs = inner / N, columns = outer * packs, piece = (count + gridDim.y - 1ull) / gridDim.y;
-    const uint64_t first = blockIdx.y * piece, end = min(first + piece, static_cast<uint64_t>(count));
+    const uint64_t packs = inner / N, columns = outer * packs, piece_ids = (count + gridDim.y - 1ull) / gridDim.y;
+    const uint64_t first = blockIdx.y * piece_ids, end = min(first + piece_ids, static_cast<uint64_t>(count));
     const uint64_t tiles = (columns + THREADS - 1) / THREADS;
     for (uint64_t work = blockIdx.x; work < tiles * size; work += gridDim.x) {
         const uint64_t column = work / size * THREADS + threadIdx.x, o = column / packs, at = column % packs * N;

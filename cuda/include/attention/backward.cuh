@@ -88,8 +88,8 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
         const uint32_t stage = stages + step % 2 * STAGE;
         queries.begin_iteration(), grads.begin_iteration();
 #pragma unroll
-        for (int part = 0; part < KEYS; part += STEP) {
-            const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
+        for (int offset = 0; offset < KEYS; offset += STEP) {
+            const uint32_t key_tile = stage + offset * ROW_BYTES, key = step * KEYS + offset;
             // (queries, keys): `p` is P; `ds` is first dP, then dS.
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
             begin_products();
@@ -207,12 +207,12 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
     const uint32_t heads = !VisibleKeys::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
     const uint32_t head = task.head * visible.group() + (VisibleKeys::HAS_SPANS ? part_begin : 0);
-    // Queries from `ceiling` on do not see all keys of the tile, and queries from `last` on see none of them.
-    const uint32_t ceiling = visible.query_end(first, shape), last = visible.query_end(first + rows - 1, shape);
+    // Queries from `ceiling` on do not see all keys of the tile, and queries from `query_end` on see none of them.
+    const uint32_t ceiling = visible.query_end(first, shape), query_end = visible.query_end(first + rows - 1, shape);
     // With a causal mask, a key is visible to the queries from its position on.
     const uint32_t causal_begin = shape.is_causal ? first / QUERIES : 0;
     const uint32_t begin = VisibleKeys::HAS_SPANS ? causal_begin : max(part_begin, causal_begin);
-    const uint32_t end = VisibleKeys::HAS_SPANS ? ceil_divide(last, QUERIES) : part_end;
+    const uint32_t end = VisibleKeys::HAS_SPANS ? ceil_divide(query_end, QUERIES) : part_end;
     q = q_strides.matrix(q, task.batch, head);
     d_o = do_strides.matrix(d_o, task.batch, head);
     log_sums += (uint64_t(task.batch) * shape.heads + head) * shape.queries;

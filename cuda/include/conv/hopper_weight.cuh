@@ -13,6 +13,7 @@
 // blocks of a cluster take neighbouring ranges of output channels and the same columns, and each block fetches half of the
 // windows for both.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
+    // COUNT is the number of columns of a block.
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     using Ring = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;

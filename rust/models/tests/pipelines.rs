@@ -39,9 +39,9 @@ fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
         let names: Vec<String> = model.named_tensors().into_iter().map(|(name, _)| name).collect();
         assert!(names.iter().any(|name| name.starts_with(place.part.model.mark)), "{}", place.part.model.name);
         for section in place.part.sections {
-            let original = CheckpointNaming { prefix: section.prefixes[0], naming: section.naming };
+            let checkpoint = CheckpointNaming { prefix: section.prefixes[0], naming: section.naming };
             // There is no file: `None`.
-            let layout = model.layout(Some(original), None);
+            let layout = model.layout(Some(checkpoint), None);
             assert_eq!(layout.prefix(), section.prefixes[0]);
             let keys = names.iter().flat_map(|name| layout.keys(name)).map(|key| key.key);
             assert!(keys.into_iter().any(|key| key == section.probe), "{}", section.probe);
@@ -82,7 +82,8 @@ fn in_a_known_pipeline_the_folder_of_an_encoder_decides_its_part() {
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden().join("text_encoder_2").join(file), folder.join(file)).unwrap();
     }
-    // The prefix in kohya's files, if the encoder is given as a part of the pipeline's folder, or by its own folder.
+    // The prefixes in kohya's files: if the encoder is given as a part of the pipeline's folder, and if it is given by
+    // its own folder.
     let kohya_prefixes = |index: &str| {
         std::fs::write(root.join("model_index.json"), index).unwrap();
         [(&root, Choice::of("text_encoder")), (&folder, Choice::default())].map(|(path, choice)| {

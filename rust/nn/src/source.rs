@@ -245,7 +245,7 @@ impl Source {
 /// `weight`. If it is quantized and `transposes` is true, it also keeps a transposed copy of its codes.
 fn transposed(weight: Weight, transposes: bool) -> Result<Weight> {
     match weight {
-        Weight::Quantized(codes) if transposes => Ok(codes.with_transposed_codes()?.into()),
+        Weight::Quantized(matrix) if transposes => Ok(matrix.with_transposed_codes()?.into()),
         other => Ok(other),
     }
 }

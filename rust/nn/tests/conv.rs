@@ -129,6 +129,7 @@ fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
         assert!(largest_difference(&adapted, &start.detach()) > 0.1);
         set.merge().unwrap();
         assert!(largest_difference(&model.0.forward(&x).unwrap(), &adapted) < 1e-4);
+        // This removes the merged weight, so that the next set can be attached. Merging does not change the base.
         set.set_enabled(false);
         assert_eq!(values(&model.0.forward(&x).unwrap()), plain);
     }

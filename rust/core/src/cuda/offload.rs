@@ -136,8 +136,8 @@ impl Away {
         if self.is_awaited.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        let stream = self.buffer.gpu.stream().cu_stream();
-        self.buffer.downloaded.make_wait(stream).map_err(|error| driver_error(OP, error))
+        let device_stream = self.buffer.gpu.stream().cu_stream();
+        self.buffer.downloaded.make_wait(device_stream).map_err(|error| driver_error(OP, error))
     }
 
     /// Queue a copy to new memory of the device. The copy waits for all work that is queued on the device's stream now,
@@ -151,6 +151,7 @@ impl Away {
         recorder::check_thread(OP)?;
         let raw = empty(OP, gpu, &self.dims, self.dtype)?;
         let to = address(OP, &raw)?;
+        // The stream of the copies, as in `new`.
         let stream = self.copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
         let bytes = raw.elem_count() * self.dtype.size_in_bytes();
         // SAFETY: the buffer and the tensor have this many bytes; the buffer is pinned and stays allocated, and the

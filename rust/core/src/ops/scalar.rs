@@ -140,7 +140,7 @@ impl Tensor {
                 format!("expected a floating point tensor, found {}; convert it with to()", self.dtype().as_str()),
             ));
         }
-        // The backward pass needs neither a saved tensor nor the result, for which `record` passes two arguments.
+        // `record` passes the last closure a `Saver` of tensors and the result. The backward pass needs neither.
         record(&SCALAR, &[self], || compute::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
     }
 

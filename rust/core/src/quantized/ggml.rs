@@ -127,30 +127,30 @@ impl Ggml {
     /// of the block size, and [`can_encode`](Self::can_encode) must be true. `None` if a value is non-finite or too
     /// large for an f16 scale.
     pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
-        let (block, bytes) = (self.block(), self.block_bytes());
-        let mut codes = vec![0u8; values.len() / block * bytes];
-        par_chunks_mut(&mut codes, GRAIN / block * bytes, |piece, codes| {
-            for (values, codes) in values[piece * GRAIN..].chunks_exact(block).zip(codes.chunks_exact_mut(bytes)) {
+        let (len, bytes) = (self.block(), self.block_bytes());
+        let mut blocks = vec![0u8; values.len() / len * bytes];
+        par_chunks_mut(&mut blocks, GRAIN / len * bytes, |piece, blocks| {
+            for (values, block) in values[piece * GRAIN..].chunks_exact(len).zip(blocks.chunks_exact_mut(bytes)) {
                 match self {
-                    Self::Q4_0 => encode_q4_0(values, codes),
-                    _ => encode_q8_0(values, codes),
+                    Self::Q4_0 => encode_q4_0(values, block),
+                    _ => encode_q8_0(values, block),
                 }
             }
         });
-        let is_finite =
-            values.iter().all(|x| x.is_finite()) && codes.chunks_exact(bytes).all(|block| f16_at(block, 0).is_finite());
-        let count = codes.len();
-        is_finite.then(|| from_vec(codes, count))
+        let is_finite = values.iter().all(|x| x.is_finite())
+            && blocks.chunks_exact(bytes).all(|block| f16_at(block, 0).is_finite());
+        let count = blocks.len();
+        is_finite.then(|| from_vec(blocks, count))
     }
 
-    /// Fills `out` with the values of the blocks in `codes`, from the first element of block number `first` on.
-    pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
-        let (block, bytes) = (self.block(), self.block_bytes());
+    /// Fills `out` with the values of the blocks in `blocks`, from the first element of block number `first` on.
+    pub(super) fn decode<T: Elem>(self, blocks: &[u8], first: usize, out: &mut [T]) {
+        let (len, bytes) = (self.block(), self.block_bytes());
         par_chunks_mut(out, GRAIN, |piece, out| {
-            let codes = &codes[(first + piece * GRAIN / block) * bytes..];
+            let blocks = &blocks[(first + piece * GRAIN / len) * bytes..];
             let mut values = [0f32; LARGEST_BLOCK];
-            for (codes, out) in codes.chunks_exact(bytes).zip(out.chunks_mut(block)) {
-                self.decode_block(codes, &mut values[..block]);
+            for (block, out) in blocks.chunks_exact(bytes).zip(out.chunks_mut(len)) {
+                self.decode_block(block, &mut values[..len]);
                 for (out, value) in out.iter_mut().zip(&values) {
                     *out = rounded(*value);
                 }
@@ -235,9 +235,10 @@ fn parts_of_16(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], f16_at(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
-        // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. For quarter r of a half
-        // (32 elements), the low bits are 32 of the 64 bytes (r even: the first 32), in their low (r < 2) or high four
-        // bits; the high bits are bits 2 r and 2 r + 1 of the 32 bytes.
+        // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. Quarter r of a half has
+        // 32 elements. Their low bits are in the first (r even) or the last (r odd) 32 of the 64 bytes: in the low four
+        // bits of each byte if r < 2, otherwise in the high four. Their high bits are bits 2 r and 2 r + 1 of the 32
+        // bytes.
         let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
         let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
         let high = &high[32 * half + start..][..16];
@@ -248,25 +249,25 @@ fn parts_of_16(block: &[u8], out: &mut [f32]) {
     }
 }
 
-fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
+fn encode_q8_0(values: &[f32], block: &mut [u8]) {
     let d = values.iter().fold(0f32, |m, x| m.max(x.abs())) / 127.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };
-    codes[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
-    for (code, x) in codes[2..].iter_mut().zip(values) {
+    block[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
+    for (code, x) in block[2..].iter_mut().zip(values) {
         *code = (x * reciprocal).round() as i8 as u8;
     }
 }
 
-fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
+fn encode_q4_0(values: &[f32], block: &mut [u8]) {
     // The codes represent -8 d to 7 d. The element of the largest magnitude (the first of several) becomes -8 d, so d
     // has the opposite sign.
     let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };
-    codes[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
+    block[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
     // The code n of x is x / d + 8, rounded: the conversion to u8 drops the fraction.
     let code = |x: f32| ((x * reciprocal + 8.5) as u8).min(15);
-    for (i, byte) in codes[2..].iter_mut().enumerate() {
+    for (i, byte) in block[2..].iter_mut().enumerate() {
         *byte = code(values[i]) | code(values[i + 16]) << 4;
     }
 }

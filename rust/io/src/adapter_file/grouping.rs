@@ -108,6 +108,7 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
                 modules.insert(key, members);
             }
             Some(_) if falls_back => {
+                // Diffusers' style has a name for every layer, so the default is never used.
                 let own_key = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
                 modules.extend(members.iter().map(|&(_, index)| (own_key(index), vec![(Form::Plain, index)])));
             }

@@ -71,10 +71,10 @@ pub fn prepare_adapters(
     parts: &[(&PartNames, &AdapterSet)],
     options: &SaveOptions,
 ) -> Result<AdapterFile> {
-    let Some((first, _)) = parts.first() else {
+    let Some((first_names, _)) = parts.first() else {
         return Err(Error::argument(OP, "there are no adapters to save"));
     };
-    let format = options.format.unwrap_or_else(|| first.default_format());
+    let format = options.format.unwrap_or_else(|| first_names.default_format());
     if format != AdapterFormat::Peft && path.is_dir() {
         return Err(Error::argument(
             OP,
@@ -135,7 +135,8 @@ pub fn prepare_adapters(
             // are in peft's configuration, or every scale is 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 // The rank of a joined module may be the sum of its layers' ranks. The layers have one scale, so the
-                // module's alpha is this scale · the module's rank.
+                // module's alpha is this scale · the module's rank. Without a parameter of `RANKED`, the module has one
+                // layer, whose alpha it gets.
                 let module_rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
                 let scaled_rank =

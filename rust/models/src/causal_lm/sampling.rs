@@ -119,7 +119,8 @@ impl Sampling {
             remaining -= weight(id);
             remaining < 0.0
         });
-        // With rounding errors, `remaining` may be 0 or more after the last token. Then the last token is drawn.
+        // With rounding errors, `remaining` may be 0 or more after the last token. Then the last token is drawn. `ids`
+        // is empty only if the highest score is infinite, which makes weights NaN.
         drawn.or(ids.last().copied()).unwrap_or(best)
     }
 }
@@ -144,13 +145,13 @@ mod tests {
 
     /// For each token, the fraction of evenly spaced numbers `draw` with which it is chosen.
     fn shares(sampling: &Sampling, scores: &[f32]) -> Vec<f64> {
-        let mut counts = vec![0.0; scores.len()];
+        let mut fractions = vec![0.0; scores.len()];
         let draws = 4000;
         for i in 0..draws {
             let draw = (f64::from(i) + 0.5) / f64::from(draws);
-            counts[sampling.choose(&mut scores.to_vec(), &[], draw).unwrap() as usize] += 1.0 / f64::from(draws);
+            fractions[sampling.choose(&mut scores.to_vec(), &[], draw).unwrap() as usize] += 1.0 / f64::from(draws);
         }
-        counts
+        fractions
     }
 
     fn assert_near(found: &[f64], expected: &[f64]) {

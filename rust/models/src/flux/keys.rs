@@ -14,8 +14,9 @@ use crate::pretrained::{
 pub(crate) struct BlockNames {
     /// The names of the layers outside of the blocks.
     pub outside: &'static [Renaming],
-    /// For each kind of block: this library's prefix before the block's index, with the dot before the index; the
-    /// prefix in original checkpoints, without this dot; and lists of the names of the layers in a block.
+    /// For each kind of block: this library's prefix, with the dot before the block's index (`transformer_blocks.`);
+    /// the prefix in original checkpoints, without this dot (`double_blocks`); and lists of the names of the layers in
+    /// a block.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
@@ -33,21 +34,22 @@ impl Layout for OriginalTransformer {
     }
 
     fn keys(&self, name: &str) -> Vec<Key> {
-        let Some(weight) = self.names.find(name) else { return Vec::new() };
+        let Some(found) = self.names.find(name) else { return Vec::new() };
         // The parameter of an RMS norm is called `scale` in original files, and `weight` in files of some other tools.
         // Flux's blocks have `.norm.` in these names, Chroma's approximator has `.norms.`.
-        let is_norm = [".norm.", ".norms."].iter().any(|norm| weight.key.contains(norm));
-        let layer = is_norm.then(|| weight.key.strip_suffix("weight")).flatten();
-        let scale = layer.map(|layer| Key { key: format!("{layer}scale"), form: weight.form });
-        scale.into_iter().chain([weight]).collect()
+        let is_norm = [".norm.", ".norms."].iter().any(|norm| found.key.contains(norm));
+        let layer = is_norm.then(|| found.key.strip_suffix("weight")).flatten();
+        let scale = layer.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
+        // `scale` is first, because writers use the first key.
+        scale.into_iter().chain([found]).collect()
     }
 }
 
 impl BlockNames {
-    /// The layout of the model's folder if `original` is None; otherwise, of a checkpoint in one file, whose keys
-    /// `original` describes.
-    pub fn layout(&'static self, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
-        match original {
+    /// The layout of the model's folder if `checkpoint` is None; otherwise, of a checkpoint in one file, whose keys
+    /// `checkpoint` describes.
+    pub fn layout(&'static self, checkpoint: Option<CheckpointNaming>) -> Box<dyn Layout> {
+        match checkpoint {
             Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
                 Box::new(OriginalTransformer { prefix, names: self })
             }
@@ -59,13 +61,14 @@ impl BlockNames {
         }
     }
 
-    /// The key of a layer in an original checkpoint, without the checkpoint's prefix. None if it has no such layer.
+    /// The key of a layer in an original checkpoint, without the checkpoint's prefix. None if these checkpoints
+    /// have no such layer.
     pub fn layer(&self, layer: &str) -> Option<Key> {
         self.find(&format!("{layer}.weight"))?.of_layer()
     }
 
-    /// The key of a parameter in an original checkpoint, without the checkpoint's prefix. None if it has no such
-    /// parameter.
+    /// The key of a parameter in an original checkpoint, without the checkpoint's prefix. None if these checkpoints
+    /// have no such parameter.
     fn find(&self, name: &str) -> Option<Key> {
         let in_block =
             self.blocks.iter().find_map(|(ours, theirs, lists)| Some((name.strip_prefix(ours)?, theirs, lists)));
@@ -152,14 +155,14 @@ pub(crate) const SINGLE: [Renaming; 7] = [
 ];
 
 /// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. Shapes do not
-/// determine `axes_dims_rope`: this field comes from the first of the `known` configurations, those of published
-/// models, whose other fields agree, or else from [`FluxConfig::default`].
+/// determine `axes_dims_rope`. `known` has the configurations of published models: this field comes from the first of
+/// them whose other fields agree, or else from [`FluxConfig::default`].
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is one of Flux's tools (Fill,
 /// Canny, Depth), or if `axes_dims_rope` does not fit the width of a head.
-pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<FluxConfig>) -> Result<FluxConfig> {
-    let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
+pub(super) fn deduce(files: &WeightFiles, checkpoint: CheckpointNaming, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(checkpoint)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = FluxConfig {

@@ -113,14 +113,14 @@ pub struct NoisedLatents {
 #[derive(Clone, Debug)]
 pub struct DiffusionObjective {
     config: DiffusionConfig,
-    prediction: PredictionType,
+    prediction_type: PredictionType,
     levels: NoiseLevels,
     /// The timesteps that may be drawn.
     range: std::ops::Range<usize>,
     /// √ᾱ of each timestep.
-    signal: Tensor,
+    signal_shares: Tensor,
     /// √(1 - ᾱ) of each timestep.
-    noise: Tensor,
+    noise_shares: Tensor,
     /// The min-SNR weight of each timestep; `None` if all weights are 1.
     weight: Option<Tensor>,
     /// δ of each timestep; `None` if it is the same for all timesteps.
@@ -143,7 +143,7 @@ impl DiffusionObjective {
             Tensor::from_vec(values, total, &Device::Cpu)?.to_device(device)
         };
         let alphas = schedule.alphas_cumprod();
-        let prediction = schedule.prediction_type();
+        let prediction_type = schedule.prediction_type();
         let weight = config.min_snr_gamma.map(|gamma| min_snr_weights(schedule, gamma));
         let delta = match config.huber_schedule {
             HuberSchedule::Constant => None,
@@ -158,11 +158,11 @@ impl DiffusionObjective {
         };
         Ok(Self {
             config,
-            prediction,
+            prediction_type,
             levels,
             range,
-            signal: table(alphas.iter().map(|a| a.sqrt()).collect())?,
-            noise: table(alphas.iter().map(|a| (1.0 - a).sqrt()).collect())?,
+            signal_shares: table(alphas.iter().map(|a| a.sqrt()).collect())?,
+            noise_shares: table(alphas.iter().map(|a| (1.0 - a).sqrt()).collect())?,
             weight: weight.map(table).transpose()?,
             delta: delta.map(table).transpose()?,
         })
@@ -178,7 +178,7 @@ impl DiffusionObjective {
     /// # Errors
     /// [`Error::OutOfMemory`] if the timesteps do not fit in memory.
     pub fn draw_timesteps(&self, count: usize) -> Result<Tensor> {
-        self.timesteps_at(&self.levels.draw(count, self.signal.device())?)
+        self.timesteps_at(&self.levels.draw(count, self.signal_shares.device())?)
     }
 
     /// The timesteps (B,), i64, of `levels (B,)`, which are from 0 to 1; see [`DiffusionConfig::timesteps`].
@@ -280,9 +280,9 @@ impl DiffusionObjective {
         }
         let (clean, noise) = (latents.to_dtype(DType::F32)?, noise.to_dtype(DType::F32)?);
         let at = |table: &Tensor| table.index_select(timesteps, 0)?.reshape(per_example(latents));
-        let (signal_share, noise_share) = (at(&self.signal)?, at(&self.noise)?);
+        let (signal_share, noise_share) = (at(&self.signal_shares)?, at(&self.noise_shares)?);
         let sample = clean.mul(&signal_share)?.add(&noise.mul(&noise_share)?)?;
-        let target = match self.prediction {
+        let target = match self.prediction_type {
             PredictionType::Epsilon => noise,
             PredictionType::VPrediction => noise.mul(&signal_share)?.sub(&clean.mul(&noise_share)?)?,
         };
@@ -367,7 +367,7 @@ impl DiffusionObjective {
                 format!("the latents are {found}, expected floating point; convert them with to()"),
             ));
         }
-        if !latents.device().same_device(self.signal.device()) {
+        if !latents.device().same_device(self.signal_shares.device()) {
             return Err(Error::device(
                 OP,
                 "the latents are on another device than the objective; make the objective on the device of the latents",

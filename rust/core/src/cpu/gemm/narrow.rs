@@ -99,8 +99,8 @@ impl<T: Elem> Narrow<T> {
             for (n, totals) in totals.iter().enumerate() {
                 let mut sum = totals.iter().fold(T::Acc::ZERO, |sum, &x| sum + x);
                 // The remaining elements, fewer than a run.
-                for p in p..self.k {
-                    sum = (*a.add(p)).to_acc().mul_add(*b[n].add(p), sum);
+                for rest in p..self.k {
+                    sum = (*a.add(rest)).to_acc().mul_add(*b[n].add(rest), sum);
                 }
                 let product = self.c.alpha * sum;
                 let c = self.c.ptr.add(i * self.c.row_stride + (j + n) * self.c.column_stride);

@@ -82,7 +82,7 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
 /// The distance in elements between neighbouring rows of `x`, which must be evenly spaced.
 fn row_stride(x: &Raw) -> u64 {
     let rank = x.rank();
-    // The stride of a dimension of size 1 has no meaning.
+    // The stride of a dimension of size 1 has no meaning. If all sizes are 1, there is one row, and any value is right.
     let innermost = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);
     innermost.map_or(x.dims()[rank - 1], |i| x.stride()[i]) as u64
 }

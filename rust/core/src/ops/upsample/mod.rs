@@ -108,7 +108,8 @@ mod tests {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
-        // Output position 41 exactly maps to input position 41 · 2 / 82 = 1, but 41 · (2 / 82) is below 1 in f32.
+        // In exact arithmetic, output position 41 copies input position 41 · 2 / 82 = 1. In f32, 41 · (2 / 82) is below
+        // 1.
         assert_eq!(sources(2, 82)[40..44], [0, 0, 1, 1]);
         assert_eq!(copies(2, 5), [0..3, 3..5]);
         assert_eq!(copies(3, 2), [0..1, 1..2, 2..2]);

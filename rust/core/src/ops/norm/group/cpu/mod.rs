@@ -42,7 +42,7 @@ pub(super) fn forward<const SILU: bool>(
     })
 }
 
-/// Adds those gradients of `x`, scale and shift that are needed. The tensors are dense.
+/// Adds those gradients of `x`, scale (`weight`) and shift (`bias`) that are needed. The tensors are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
