@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+// The type of *out_of_range, as `atomicMin` takes it.
 using Counter = unsigned long long;
 
 // The id with the index `at`.

@@ -7,7 +7,7 @@
 //
 // q and dq are (batch, heads, queries, width), k and dk (batch, heads, keys, width), v and dv (batch, heads, keys, value_width),
 // the result o and its gradient d_o (batch, heads, queries, value_width). Each has its `Strides`, in the order of the pointers.
-// log_sums and delta are (batch, heads, queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask`
+// log_sums and delta are (batch, heads, queries), dense, of type Acc: f32, or f64 for f64 operands. `AttentionShape`, `Strides` and `Mask`
 // (include/attention) are passed by value. `follow` waits for the kernels that were queued before (include/follow.cuh).
 #include "../include/attention/forms.cuh"
 
@@ -41,7 +41,7 @@
 // Q = ceil(queries / 64) * batch * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 // A block for dk and dv owns 64 keys, with rows of the class `key_rows`; it copies 64 queries at a time, and works on `key_step` of them at
 // a time. A block for dq owns 64 queries, with rows of the class `query_rows`; it copies 64 keys at a time, and works on `query_step` of
-// them at a time.
+// them at a time. So the prefixes `key_` and `query_` name the rows that a block owns, not those that the steps count.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \

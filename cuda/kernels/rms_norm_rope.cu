@@ -8,10 +8,11 @@
 // a row is its elements 2i and 2i + 1 if `interleaved` is 1, else i and i + width / 2. If cos and sin are null, nothing is rotated.
 //
 // The kernels rms_norm_rope_heads_* read the queries, keys and perhaps values of a projection in place. x and dx are (batch, tokens,
-// columns) with at least all_heads · width columns; y and grad are (batch, tokens, all_heads, width). `*_token` is the distance in elements
-// between two neighbouring tokens, `*_sample` between two neighbouring samples of the batch, in x, in dx, and in y and grad. A token has
-// `heads` rows of queries, then `key_heads` rows of keys; its remaining rows up to `all_heads` are values, which are copied. Without norm,
-// rstd is null, and the x of the backward kernel must be null too: then rows are multiplied by the weights and rotated, but not normalized.
+// columns) with at least all_heads · width columns; y and grad are (batch, tokens, all_heads, width). `x_token` is the distance in elements
+// between two neighbouring tokens of x, and `x_sample` between two neighbouring samples of the batch. `dx_*` are these distances in dx,
+// and `y_*` those in y and in grad. A token has `heads` rows of queries, then `key_heads` rows of keys; its remaining rows up to
+// `all_heads` are values, which are copied. Without norm, rstd is null, and the x of the backward kernel must be null too: then rows are
+// multiplied by the weights and rotated, but not normalized.
 //
 // A row is short, so a team of 1 to 32 lanes of a warp handles it. A pack is N pairs of elements (`Pairs` in rope.cuh), where N is WIDE or
 // 1. The 2N elements of a pack are two runs of N neighbouring elements, its sides: side s is in values[s], and Pairs::start(s, ...) is the
@@ -234,14 +235,14 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     using A = Acc<T>;
     const uint32_t half = angles.half, packs = half / N, lanes = team_lanes(packs), teams = THREADS / lanes;
     const uint32_t lane = threadIdx.x % lanes, team = threadIdx.x / lanes;
-    const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
-    const uint64_t last = rows < first + piece ? rows : first + piece;
+    const uint64_t piece_rows = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece_rows;
+    const uint64_t end = rows < first + piece_rows ? rows : first + piece_rows;
     // A piece has 2 · width = 4 · half elements in `partials`, of which the kernel writes the first `width`.
     A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 4 * half;
     for (uint32_t tile = blockIdx.x * lanes; tile < packs; tile += gridDim.x * lanes) {
         A sums[2][N] = {};
         if (tile + lane < packs)
-            for (uint64_t row = first + team; row < last; row += teams) {
+            for (uint64_t row = first + team; row < end; row += teams) {
                 Slopes<T, N, INTERLEAVED> slopes;
                 const uint64_t start = row * 2 * half;
                 slopes.load(x, grad, angles, Place{start, start, start, nullptr, false}, row, (tile + lane) * N, rstd[row]);

@@ -130,8 +130,8 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &elements,
 
 // The step of came_pytorch.CAME. `Settings::more` has the second eps, clip_threshold and the third beta; `Settings::eps` is the first eps.
 //   A vector has two states, the moments `exp_avg` and `exp_avg_sq`. A sequence of matrices has five: exp_avg; the second moments of rows
-//   and of columns; and the instabilities of rows and of columns: mean squares of the difference between an update and its average, which
-//   reduce the step.
+//   and of columns; and the instabilities of rows and of columns, which reduce the step: they are mean squares of the difference between an
+//   update and its average.
 //   scratch: f32 [2][number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void came(const Elements<G, C> &elements, const WholeStep &by, float *const (&states)[5]) {
@@ -179,13 +179,13 @@ static __device__ __forceinline__ void came(const Elements<G, C> &elements, cons
     float *const row_instabilities = elements.state(states[3], 3);
     float *const column_instabilities = elements.state(states[4], 4);
     float *const mean_instabilities = mean_rows + in.number;
-    const auto difference = [&](uint64_t i) {
+    const auto squared_difference = [&](uint64_t i) {
         const float x = unclipped(i) * clip - exp_avg[i];
         return x * x + eps2;
     };
     const auto row_of = [&](uint64_t row, double x) { update_average(row_instabilities[row], x, third); };
     const auto column_of = [&](uint64_t column, double x) { update_average(column_instabilities[column], x, third); };
-    moments(in, difference, row_of, column_of, row_instabilities, mean_instabilities);
+    moments(in, squared_difference, row_of, column_of, row_instabilities, mean_instabilities);
     for_each(count, [&](uint64_t i) {
         const uint64_t row = in.row(i);
         const float confidence = 1.0f / sqrtf(row_instabilities[row] / mean_instabilities[in.matrix(row)]) *

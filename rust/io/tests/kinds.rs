@@ -144,6 +144,7 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         }
         assert_eq!(compared, gradients.len());
 
+        // The case's parameters replace the gradients in the variables.
         set.load(&golden.adapters(case)).unwrap();
         set.merge().unwrap();
         for (name, weight) in net.named_tensors() {

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL
 // the shifts by 4. The lower half has the address (18 bits, without the last 4) from bit 0 on, and the distance between panels from bit 16
 // on. The upper half has the distance between groups of eight rows from bit 0 on, and the kind of swizzle in its two highest bits.
 // The upper half of a tile's descriptor: 128-byte swizzle (1), and 1024 bytes from each group of eight rows to the next.
-constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
+constexpr uint32_t UPPER_HALF = 1u << 30 | 1024 >> 4;
 
 // The lower half of the descriptor of an operand at `address`, for a product whose sum runs over the rows of the operand's tile. The tile's
 // panels begin `panel` bytes after one another.
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS ", a, b, add, 1, 1, %" D\
                      ", %" E ";\n}"                                                                                                \
                      : SUMS(sum, 0)                                                                                                \
-                     : "r"(a), "r"(b), "r"(DESCRIPTOR), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
+                     : "r"(a), "r"(b), "r"(UPPER_HALF), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
     }                                                                                                                              \
     template <int A_ACROSS, int B_ACROSS>                                                                                          \
     __device__ __forceinline__ void multiply_next(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                       \
@@ -77,14 +77,14 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS ", a, b, 1, 1, 1, %" D  \
                      ", %" E ";\n}"                                                                                                \
                      : SUMS(sum, 0)                                                                                                \
-                     : "r"(a), "r"(b), "r"(DESCRIPTOR), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
+                     : "r"(a), "r"(b), "r"(UPPER_HALF), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
     }                                                                                                                              \
     __device__ __forceinline__ void multiply_held(type, float (&sum)[columns / 2], const uint32_t (&a)[4], uint32_t b) {           \
         asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" E ", %" F "};\n"                                                             \
                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS                         \
                      ", {%" A ", %" B ", %" C ", %" D "}, b, 1, 1, 1, 1;\n}"                                                       \
                      : SUMS(sum, 0)                                                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESCRIPTOR));                                       \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(UPPER_HALF));                                       \
     }
 
 HOPPER_PRODUCTS(__half, "f16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")

@@ -181,7 +181,8 @@ mod tests {
     #[test]
     fn f32_rounds_to_f16_and_bf16_as_in_the_half_crate() {
         // A tie is an f32 halfway between two neighbouring f16 or bf16 numbers. The bits of ties, as an integer, are
-        // multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 visit every tie.
+        // multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 visit every tie. Steps of an
+        // odd number also visit values with other lower bits.
         for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
             let (h, b) = (f16::from_acc(x), bf16::from_acc(x));
             if x.is_nan() {

@@ -225,11 +225,11 @@ impl<'a> Addition<'a> {
         first_rows.sort_unstable();
         // The bytes from the first column of the leftmost dst to the last column of the rightmost one.
         let span = first_rows[first_rows.len() - 1][1] - first_rows[0][0];
-        let row_distance = Address::from(first.sizes.dst_row) * first.dst.dtype().size_in_bytes() as Address;
+        let dst_row_bytes = Address::from(first.sizes.dst_row) * first.dst.dtype().size_in_bytes() as Address;
         others.is_empty()
             || (others.iter().all(|other| other.is_like(first) && other.tiles.len() == first.tiles.len())
                 && first_rows.windows(2).all(|pair| pair[0][1] <= pair[1][0])
-                && span <= row_distance)
+                && span <= dst_row_bytes)
     }
 
     /// Queues one launch for additions that [`fit`](Self::fit).

@@ -184,14 +184,17 @@ impl Shards {
             let part = to.narrow(0, range.start / size, range.len() / size)?;
             Ok((Source::Peer(shards, process, start..start + range.len()), part))
         };
+        // The copies are in the order of the processes. Processes with empty slices come last and have no copy, so
+        // there may be fewer copies than processes.
         let mut all = place.pieces(0..place.len).map(copy).collect::<Result<Vec<_>>>()?;
         let first = (shards.number() + 1).min(all.len());
         all.rotate_left(first);
         Ok(all)
     }
 
-    /// Bytes `range` of `place`, if the shards are on the devices: copied to a vector on the CPU that has the dtype and
-    /// the element count of `like`. Zeros if the shards are in the memory of the host.
+    /// Bytes `range` of `place`, if the shards are on the devices: copied to the device of `like`, and from there to a
+    /// vector on the CPU that has the dtype and the element count of `like`. For shards in the memory of the host, use
+    /// [`gathered`](Self::gathered); this function returns zeros for them.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {

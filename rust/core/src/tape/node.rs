@@ -112,13 +112,14 @@ impl Node {
     }
 }
 
-/// The fields of a dropped node that are still to be dropped, because they may hold the last references to other nodes.
+/// The fields of a dropped node. They may hold the last references to other nodes, so they wait in the queue instead of
+/// being dropped with their node.
 struct Parts {
     _backward: Option<Box<dyn Backward>>,
     _inputs: Inputs,
 }
 
-/// What nodes that were dropped on this thread have left to be dropped.
+/// The fields of nodes that were dropped on this thread, until these fields are dropped too.
 #[derive(Default)]
 struct DropQueue {
     waiting: Vec<Parts>,

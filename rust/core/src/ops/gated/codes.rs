@@ -143,8 +143,8 @@ struct FeedForward {
     norm: CodesNormBackward,
     /// The shape of the sum.
     shape: Shape,
-    /// The result of the inner map, which is the input of the GEGLU, (rows, 2 m). Each row is of one vector of n
-    /// elements of the sum.
+    /// The result of the inner map, which is the input of the GEGLU: (rows, 2 m), with one row for each vector of n
+    /// elements along the last dimension of the sum.
     y: Saved,
     inner: Quantized,
     outer: HeldWeight,

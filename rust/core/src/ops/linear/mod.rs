@@ -180,6 +180,7 @@ impl Backward for LinearBackward {
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             weight.add_input_gradient(context, &self.x_shape, &grad)?;
         }
+        // Input 1 may be the bias; then `x` is `None`.
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = as_matrix(&x.get()?)?;
             let shape = (grad.dims()[1], x.dims()[1]);

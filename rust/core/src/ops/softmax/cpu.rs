@@ -73,9 +73,9 @@ pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) ->
         let x = elements::<T>(operands[0])?;
         // SAFETY: the function writes every element of each row.
         let y = unsafe {
-            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |range, out| {
+            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |row_range, out| {
                 let mut scratch = vec![<T as Elem>::Acc::ZERO; len];
-                let x = &x[range.start * len..range.end * len];
+                let x = &x[row_range.start * len..row_range.end * len];
                 dispatch(
                     #[inline(always)]
                     || {
@@ -91,8 +91,8 @@ pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) ->
     .map(|y| from_vec(y, x.shape())))
 }
 
-/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `g` of `y`. Both
-/// are dense.
+/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `g` of `y`. `y`
+/// and `g` are dense.
 pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, function: F) -> Result<Raw> {
     let len = y.dims()[y.rank() - 1];
     let row_count = y.elem_count() / len.max(1);
@@ -100,8 +100,8 @@ pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, funct
         let (y, g) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
         // SAFETY: the function writes every element of each row.
         let grad = unsafe {
-            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |range, out| {
-                let range = range.start * len..range.end * len;
+            rows::fill_rows::<T>(row_count, len, rows::rows_per_block(len), |row_range, out| {
+                let range = row_range.start * len..row_range.end * len;
                 let (y, g) = (&y[range.clone()], &g[range]);
                 dispatch(
                     #[inline(always)]

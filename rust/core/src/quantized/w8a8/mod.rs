@@ -108,7 +108,9 @@ impl Quantized {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
         }
-        on_device!(x.device(), cuda => cuda::product(self, x, addends), cpu => self.product_on_cpu(x, addends).map(Some))
+        on_device!(x.device(), cuda => cuda::product(self, x, addends), cpu => {
+            self.product_on_cpu(x, addends).map(Some)
+        })
     }
 
     /// Computes g W for a matrix g, as a product of codes; returns `None` if the caller must multiply values instead.
@@ -150,9 +152,9 @@ impl Quantized {
         })
     }
 
-    /// Computes g W as a product of codes that makes no matrix of g's values, where g is the gradient of the matrix y,
-    /// computed from the gradient `grad` of geglu(y). Returns `None` as [`product_of_geglu`](Self::product_of_geglu)
-    /// does.
+    /// Computes g W as a product of codes, where g is the gradient of the matrix y and follows from `grad`, the
+    /// gradient of geglu(y). The values of g exist only as codes. Returns `None` as
+    /// [`product_of_geglu`](Self::product_of_geglu) does.
     pub(crate) fn input_gradient_of_geglu(&self, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);

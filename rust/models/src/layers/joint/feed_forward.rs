@@ -75,15 +75,17 @@ impl FeedForward {
         let projected = self.first.forward(x)?;
         self.last.forward(&match self.kind {
             FeedForwardKind::Gelu => projected.gelu(Gelu::Tanh)?,
-            // All of `projected`, from column 0 on, is gate and features; nothing precedes the result.
+            // Gate and features are all columns of `projected`, from column 0 on. `None`: no other tensor is joined to
+            // the result.
             FeedForwardKind::SwiGlu => activate_beside(None, &projected, 0, Activation::SwiGlu)?,
         })
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        // Each pair has the number of input values of all tokens together, and the number of tokens. The layers are
-        // `cheap` because their inputs come from a norm and from the activation, which are cheap to recompute.
+        // The pair after each layer has the number of input values of all tokens together, and the number of tokens.
+        // The layers are `cheap` because their inputs come from a norm and from the activation, which are cheap to
+        // recompute.
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
         // The activation keeps its input, the result of `first`.
         saved.keep(tokens * self.first.out_features());

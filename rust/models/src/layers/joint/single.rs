@@ -90,7 +90,8 @@ impl SingleBlock {
         let values = tokens * dim;
         let is_gate_adapted = self.modulator.as_ref().is_some_and(|modulator| saved.adapts(modulator));
         // The modulation is computed once for the sample, before the block and outside of its checkpoint. Here and
-        // below, a pair after layers has the number of values in their input and the number of tokens.
+        // below, the pair after a layer or layers has the number of input values of all tokens together, and the number
+        // of tokens. The modulation has one input vector, the condition.
         saved.outside(|saved| self.modulator.iter().for_each(|modulator| saved.linear(modulator, (dim, 1))));
         // A checkpoint has this block alone. Selective checkpointing recomputes the input of `projections`, a norm.
         let (joins_previous, is_input_cheap) = (false, true);

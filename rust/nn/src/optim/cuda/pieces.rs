@@ -33,15 +33,15 @@ pub fn step(
     let gpu = Gpu::of(op, &table.pieces)?;
     // All elementwise kernels take the arguments of Adam's kernels. `table.known` describes the table's variables. The
     // group indices in the table are relative to its `first_group`, so coefficients and settings are passed from this
-    // group on. A segment has the addresses of parameters and gradients from which the starts of its pieces are
-    // counted.
+    // group on. Several pieces are parts of one segment: the start of a piece counts elements from the segment's
+    // addresses of parameters and gradients.
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);
     // Null for a state that the optimizer does not have.
     let state = |index: usize| optional_output(op, states.get(index));
     // Only variables that are rounded stochastically have `firsts`: the kernel draws the random bits of an element by
-    // the element's number, and `firsts` has the number of each piece's first element.
+    // the element's number, and `firsts` has the number of each piece's first element, in units of `STATE_BLOCK`.
     if let Some(firsts) = &table.firsts {
         let (settings, firsts) = (groups.settings_from(op, usize::from(table.known.first_group))?, input(op, firsts)?);
         // SAFETY: there are coefficients and settings for all groups of the table, and states for all its pieces.
