@@ -64,7 +64,10 @@ def test_convolutions_add_as_separate_sums_do(gpu: str, tmp_path: Path, dtype: s
 def test_products_of_codes_add_as_separate_sums_do(
     gpu: str, tmp_path: Path, dtype: str, format: str
 ) -> None:
-    """Results may differ by roundings, because cuBLASLt adds before it rounds a product of fp8."""
+    """Results may differ by roundings, because cuBLASLt adds before it rounds a product of fp8.
+
+    A different rounding can also change the codes of the inputs of later layers.
+    """
     tc.set_w8a8(True)
     try:
         fused = results(tmp_path, gpu, dtype, None, format)

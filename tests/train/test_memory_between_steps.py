@@ -57,12 +57,14 @@ def test_the_first_step_holds_what_later_steps_hold(config: TrainConfig, optimiz
     # Prodigy makes its states in the first step with a learning rate above 0.
     config = config.with_(optimizer=optimizer, steps=4, warmup_steps=0)
     train_adapter(config, callbacks=[held], progress=False, report=lambda _: None)
+    # After each step the tape is empty.
     assert held.bytes == 4 * [(0, estimated(config)["model optimizer"])]
 
 
 def test_a_validation_keeps_nothing_on_the_tape(
     config: TrainConfig, losses: list[tuple[bool, int]]
 ) -> None:
+    # Without dropout, because the estimate does not count what dropout keeps on the tape.
     config = config.with_(validation_split=0.4, validate_every=1, steps=2, lora_dropout=0.0)
     train_adapter(config, progress=False, report=lambda _: None)
     in_steps = [saved for has_gradient, saved in losses if has_gradient]

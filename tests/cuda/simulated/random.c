@@ -4,7 +4,7 @@
 int curandCreateGenerator(void **generator, int type) {
     (void)type;
     *generator = malloc(1);
-    return *generator ? 0 : 102;
+    return *generator ? 0 : 102; // CURAND_STATUS_ALLOCATION_FAILED
 }
 int curandDestroyGenerator(void *generator) {
     free(generator);

@@ -3,21 +3,24 @@
 
 struct CUevent_st {
     bool recorded;
+    // The number of the capture in which the event was last recorded; 0: none.
     cuuint64_t capture;
     CUstream stream;
 };
 
 #define MAX_STREAMS 64
 static CUstream streams[MAX_STREAMS];
+// How many captures have begun; also the number of the latest capture.
 static cuuint64_t captures;
-static _Thread_local CUstreamCaptureMode exchanged = CU_STREAM_CAPTURE_MODE_GLOBAL;
+// The mode that this thread has set by cuThreadExchangeStreamCaptureMode.
+static _Thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 // Whether a stream is a default stream. Default streams are constants, not objects.
-static bool named(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY; }
+static bool is_default(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY; }
 
-static bool active(CUstream stream) { return !named(stream) && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
+static bool active(CUstream stream) { return !is_default(stream) && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
 
-bool simulated_capturing(CUstream stream) { return !named(stream) && stream->status == CU_STREAM_CAPTURE_STATUS_ACTIVE; }
+bool simulated_capturing(CUstream stream) { return !is_default(stream) && stream->status == CU_STREAM_CAPTURE_STATUS_ACTIVE; }
 
 static CUresult invalidate(const char *call, CUstream stream, CUresult status, const char *why) {
     stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
@@ -25,13 +28,14 @@ static CUresult invalidate(const char *call, CUstream stream, CUresult status, c
 }
 
 CUresult simulated_unsafe(const char *call) {
-    if (exchanged == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
+    if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
     CUresult status = CUDA_SUCCESS;
     for (int i = 0; i < MAX_STREAMS; i++) {
         CUstream stream = streams[i];
         if (!active(stream) || stream->mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
+        // A capture of another thread forbids the call only if the capture and this thread have the mode "global".
         bool mine = pthread_equal(stream->thread, pthread_self());
-        if (!mine && (stream->mode != CU_STREAM_CAPTURE_MODE_GLOBAL || exchanged != CU_STREAM_CAPTURE_MODE_GLOBAL)) continue;
+        if (!mine && (stream->mode != CU_STREAM_CAPTURE_MODE_GLOBAL || thread_mode != CU_STREAM_CAPTURE_MODE_GLOBAL)) continue;
         status = invalidate(call, stream, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "while-capturing");
     }
     return status;
@@ -53,7 +57,7 @@ static CUresult check_default(const char *call) {
 
 CUresult simulated_stream(const char *call, CUstream stream) {
     TRY(simulated_ready(true));
-    if (named(stream)) return check_default(call);
+    if (is_default(stream)) return check_default(call);
     if (!exists(stream)) return simulated_fail(call, CUDA_ERROR_INVALID_HANDLE, "stream");
     if (stream->status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
         return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "capture-failed-before");
@@ -194,6 +198,7 @@ static CUresult event_done(const char *call, CUevent event) {
     TRY(simulated_ready(true));
     TRY(simulated_unsafe(call));
     if (event->capture) return simulated_fail(call, CUDA_ERROR_CAPTURED_EVENT, "captured-event");
+    // The S of cuEventSynchronize; cuEventQuery is not logged.
     if (call[7] == 'S') simulated_log("synchronize call=%s", call);
     return CUDA_SUCCESS;
 }
@@ -220,6 +225,7 @@ static CUresult wait(CUstream stream, CUevent event) {
             stream->graph = event->stream->graph;
             stream->joined = true;
         } else if (!stream->joined) {
+            // The stream where the capture began waits for the event's stream.
             event->stream->ahead = false;
         }
     } else if (event->recorded && simulated_capturing(stream)) {
@@ -299,8 +305,8 @@ CUresult cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *status, 
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
-    CUstreamCaptureMode before = exchanged;
-    exchanged = *mode;
+    CUstreamCaptureMode before = thread_mode;
+    thread_mode = *mode;
     *mode = before;
     return CUDA_SUCCESS;
 }

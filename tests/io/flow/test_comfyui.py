@@ -86,6 +86,7 @@ def test_layers_that_comfyui_knows_by_other_names_are_reported(
     if not family.native:
         return
     path, base = tmp_path / "adapter.safetensors", family.pipeline(tmp_path / "base")
+    # None: ComfyUI does not ignore the layer.
     for form, ignored in (("diffusers", {"it does not know this key"}), ("comfyui", {None})):
         adapter = attach(family.load(), "lora", target_modules=list(family.native))
         adapter.save(path, format=form)

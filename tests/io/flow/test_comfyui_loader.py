@@ -90,7 +90,7 @@ def test_comfyui_loads_what_verify_says(
 ) -> None:  # fmt: skip
     path = tmp_path / "adapter.safetensors"
     # The default format (None) has diffusers' names, by which ComfyUI does not know the layers of
-    # `native`. It is tested without these layers; the format diffusers is tested with them.
+    # `family.native`. It is tested without these layers; the format diffusers is tested with them.
     exclude = [] if form else list(family.native)
     adapter = attach(load(), kind, exclude_modules=exclude)
     path = tmp_path / "adapter" if form == "peft" else path
@@ -186,14 +186,16 @@ def test_comfyui_knows_the_layers_of_the_published_model(
         for name in shapes:
             if match := re.match(r"(single_)?transformer_blocks\.(\d+)\.", name):
                 norm = "single_blocks.{}.norm" if match[1] else "double_blocks.{}.img_attn.norm"
-                given[f"{norm.format(match[2])}.key_norm.scale"] = [128]
+                given[f"{norm.format(match[2])}.key_norm.scale"] = [128]  # the width of a head
     # The shape of each layer's weight by the name that ComfyUI knows in adapter files.
     known = comfyui.ask({"shapes": given})
     weights = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
     layers = {
         name.removesuffix(".weight"): shape for name, shape in weights.items() if len(shape) == 2
     }
-    tensors, names = {}, {}  # the adapter file; layers by their names in the file
+    # The adapter file, and the layers by their names in it. ComfyUI reads kohya's names of factors
+    # under every name of a layer.
+    tensors, names = {}, {}
     for layer, (rows, columns) in layers.items():
         name = STYLES[style].format(layer=layer, flat=layer.replace(".", "_"))
         names[name] = layer
