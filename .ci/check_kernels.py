@@ -35,8 +35,8 @@ ALLOWED_LOCAL = {r"(sin|cos)(_backward)?_(f16|bf16|f32|f64)": 40}
 MAX_FIXED_SHARED = 48 << 10
 # Compute capabilities whose blocks have at most 99 KiB, which the simulated driver enforces.
 LEAST_SHARED = ("86", "89", "120")
-# Runs the kernels of `EXPECTED_LAUNCHES`. The attention has two widths of a head, and each size of
-# the convolutions selects another tile.
+# Runs the kernels of `EXPECTED_LAUNCHES`. The attention has two widths of a head. The sizes of
+# the convolutions together select every tile.
 LAUNCH_PROGRAM = """
 import trainable_candle as tc
 

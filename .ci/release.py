@@ -49,9 +49,9 @@ def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
     if tag and tag != f"v{known}":
         found.append(f"the tag is {tag}, and Cargo.toml has the version {known}: expected v{known}")
     # The versions in which the workspace's crates require one another.
-    crates = set(re.findall(r'path = "[^"]+", version = "([^"]+)"', manifest))
-    if crates - {known}:
-        others = ", ".join(sorted(crates - {known}))
+    required = set(re.findall(r'path = "[^"]+", version = "([^"]+)"', manifest))
+    if required - {known}:
+        others = ", ".join(sorted(required - {known}))
         found.append(
             f"Cargo.toml: the workspace requires its crates in version {others}, expected {known}"
         )

@@ -67,7 +67,7 @@ def main() -> None:
         path.write_text(json.dumps(QWEN2))
         model = tc.models.CausalLM.from_config(path, dtype="bf16", device="cpu")
     arrays = [np.ones(ARRAY // 8, np.uint64) for _ in range(options.threads)]
-    for _ in range(timing.BLOCKS):  # the number of turns
+    for _ in range(timing.TURNS):
         rate = read_rate(arrays)
         seconds = seconds_of_a_token(model, options.rounds)
         print(

@@ -19,8 +19,8 @@ import trainable_candle as tc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BLOCKS, REST, WARM_UP = 3, 0.3, 2
-"""Turns of each side (`BLOCKS`), seconds of rest before a turn (`REST`), and untimed rounds at the
+TURNS, REST, WARM_UP = 3, 0.3, 2
+"""Turns of each side (`TURNS`), seconds of rest before a turn (`REST`), and untimed rounds at the
 start of each turn (`WARM_UP`)."""
 
 
@@ -79,17 +79,17 @@ def processor() -> str:
 def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, float]:
     """Return the median seconds of one call of each side.
 
-    Each side has `BLOCKS` turns of several rounds. Before each turn the machine rests: the OpenMP
+    Each side has `TURNS` turns of several rounds. Before each turn the machine rests: the OpenMP
     threads of torch spin for some time after a call, and would take a core from the next side.
 
     Args:
         sides: the functions to time, by the names of the implementations.
-        rounds: timed rounds of each side; rounded up to a multiple of `BLOCKS`.
+        rounds: timed rounds of each side; rounded up to a multiple of `TURNS`.
         inner: calls in a round, for calls too short to time one by one.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    rounds_in_turn = -(-rounds // BLOCKS)  # rounded up
-    for _ in range(BLOCKS):
+    rounds_in_turn = -(-rounds // TURNS)  # rounded up
+    for _ in range(TURNS):
         for name, call in sides.items():
             time.sleep(REST)
             for index in range(WARM_UP + rounds_in_turn):

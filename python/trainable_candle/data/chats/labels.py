@@ -239,10 +239,12 @@ def _answers(
         example: the conversation.
         tokenizer: renders its messages.
         whole: the text of all messages.
-        last_only: whether to return only the span of the last answer.
+        last_only: whether to return only the span of the last answer. The others are then not
+            looked for, because a template may change them when more messages follow.
 
     Raises:
-        RowError: one of the two texts is not the beginning of the longer text.
+        RowError: the first of the two texts is not the beginning of the second, or the second is
+            not the beginning of `whole`.
     """
     spans = []
     turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
