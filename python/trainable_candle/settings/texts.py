@@ -37,6 +37,7 @@ class Texts(Group):
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("dpo_beta",), lambda c: c.objective == "dpo", "--objective dpo"),
         Condition(("train_on",), lambda c: c.objective == "sft", "--objective sft"),
+        # A setting of another group, whose meaning depends on the objective.
         Condition(
             ("lora_dropout",),
             lambda c: c.objective == "sft",

@@ -201,7 +201,8 @@ class FlowFamily(PipelineFamily[E]):
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
         """Return the shift in training for an image whose latents have this (height, width)."""
-        # `factor` is the number of image pixels per latent pixel, along each side.
+        # `coder.factor` is the number of image pixels per latent pixel, along each side. Unlike
+        # `facts.factor`, it counts latents as the coder returns them, which may be packed.
         height, width = (side * self.coder.factor for side in size)
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 
