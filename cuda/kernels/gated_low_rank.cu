@@ -32,12 +32,12 @@ struct LowRankHalves {
     LowRankHalf list[2];
 };
 
-// The low-rank product of one half (h or gate), with the values of `up` for the 32 columns of a warp. The ranks are divided into TILES
-// tiles of 16 (RANKS). `row` is the distance between rows of `hidden`, in elements. Of sixteen rows at a time, a thread has rows lane / 4
-// (i = 0) and lane / 4 + 8 (i = 1).
+// The low-rank product of one half (h or gate), with the values of `up` for the 32 columns of a warp, from `first_column` on. The ranks are
+// divided into TILES tiles of 16 (RANKS). `row_stride` is the distance between rows of `hidden`, in elements. Of sixteen rows at a time, a
+// thread has rows lane / 4 (i = 0) and lane / 4 + 8 (i = 1).
 template <typename T, int TILES> struct Half {
     const T *hidden;
-    uint32_t row;
+    uint32_t row_stride;
     float scale;
     // The right operands of `multiply`: for each tile of ranks, those of four products with eight columns each.
     uint32_t up[TILES][4][2];
@@ -49,14 +49,14 @@ template <typename T, int TILES> struct Half {
         uint2 hidden[TILES][2];
     };
 
-    __device__ __forceinline__ Half(const LowRankHalf &half, uint32_t column)
-        : hidden(static_cast<const T *>(half.hidden)), row(half.hidden_row), scale(half.scale) {
+    __device__ __forceinline__ Half(const LowRankHalf &half, uint32_t first_column)
+        : hidden(static_cast<const T *>(half.hidden)), row_stride(half.hidden_row), scale(half.scale) {
         if (hidden == nullptr) return;
         const int lane = threadIdx.x % WARP;
         // `false`: up is stored as (width, RANK), not as (RANK, width).
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            load_up<T, false>(up[tile], static_cast<const T *>(half.up), half.up_row, column, tile * RANKS, lane / 4, lane % 4);
+            load_up<T, false>(up[tile], static_cast<const T *>(half.up), half.up_row, first_column, tile * RANKS, lane / 4, lane % 4);
     }
 
     // Loads row i of the thread's two: eight columns from `x` on, and row `at` of `hidden`.
@@ -65,7 +65,7 @@ template <typename T, int TILES> struct Half {
         if (hidden == nullptr) return;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
+            values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row_stride + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
     // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4]:

@@ -62,7 +62,7 @@ pub fn nf4_entries(
     let quantize = |values: Rc<dyn Fn() -> Result<Tensor>>, wanted: &'static str, shape: Vec<usize>| {
         let compute = move || {
             let tensors = Quantized::nf4_with_plain_scales(&values()?)?.tensors()?;
-            let found = tensors.into_iter().flatten().find(|(name, _)| *name == wanted);
+            let found = tensors.into_iter().flatten().find(|(kind, _)| *kind == wanted);
             let missing = || Error::argument("save_pretrained", format!("a matrix in NF4 has no {wanted}"));
             let (_, tensor) = found.ok_or_else(missing)?;
             tensor.reshape(shape)
@@ -77,11 +77,11 @@ pub fn nf4_entries(
         codes: None,
         values,
     };
-    let (codes, scales) = (vec![count.div_ceil(2), 1], vec![count.div_ceil(BLOCK)]);
+    let (codes_shape, scales_shape) = (vec![count.div_ceil(2), 1], vec![count.div_ceil(BLOCK)]);
     // The tensor of the codes has the weight's own name.
     Ok([
-        entry("", codes.clone(), DType::U8, quantize(Rc::clone(&values), "codes", codes)),
-        entry(SCALES, scales.clone(), DType::F32, quantize(values, "scales", scales)),
+        entry("", codes_shape.clone(), DType::U8, quantize(Rc::clone(&values), "codes", codes_shape)),
+        entry(SCALES, scales_shape.clone(), DType::F32, quantize(values, "scales", scales_shape)),
         entry(CODE_VALUES, vec![16], DType::F32, Box::new(|| Tensor::new(nf4_values().as_slice(), &Device::Cpu))),
         entry(STATE, vec![state.len()], DType::U8, Box::new(move || Tensor::new(state.as_slice(), &Device::Cpu))),
     ])

@@ -45,11 +45,15 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
     )
 }
 
-/// Declares functions. Each line has a function's names (of the method, the functor and the [`OpInfo`]), what its
-/// backward pass reads (`result` or `input`), the `Domain` from which its test cases draw their inputs (`Normal`: -2 to
-/// 2; `Positive`: 0.5 to 2; `Distinct`: at least 0.25 away from 0, for functions with a kink or a pole there), its
-/// value, the gradient of its input (from `g`, the gradient of its result, and from what the backward pass reads: the
-/// input `x` or the result `y`), and its doc comment.
+/// Declares functions. Each line has, in this order:
+/// - a function's names: of the method, the functor and the [`OpInfo`];
+/// - what its backward pass reads: `result` or `input`;
+/// - the `Domain` from which its test cases draw their inputs. `Normal` is -2 to 2, `Positive` is 0.5 to 2, and
+///   `Distinct` is at least 0.25 away from 0, for functions with a kink or a pole there;
+/// - its value;
+/// - the gradient of its input, computed from `g`, the gradient of its result, and from what the backward pass reads:
+///   the input `x` or the result `y`;
+/// - its doc comment.
 macro_rules! pointwise_ops {
     // `integers` names the function for integer tensors; a line without it declares a function that rejects them.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {

@@ -14,7 +14,7 @@ use crate::registry::ModelKind;
 /// The registry entry of SDXL's UNet.
 pub static KIND: ModelKind = ModelKind::of::<SDXLUNet>(
     "SDXLUNet",
-    ("a UNet", "down_blocks."),
+    ("a UNet", "down_blocks."), // the noun and the prefix of keys for messages about a wrong file
     &[SDXLUNet::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",
 );

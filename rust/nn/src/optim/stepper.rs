@@ -407,6 +407,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
             R::validate(&config).map(|()| config)
         });
         let configs = configs.collect::<Result<Vec<_>>>()?;
+        // `from_dict` returns the parameters in the order in which it got them: group by group.
         let mut parameters = parameters.into_iter();
         for (group, config) in self.groups.iter_mut().zip(configs) {
             *group.config.get_mut()? = config;

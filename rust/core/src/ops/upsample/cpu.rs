@@ -17,14 +17,14 @@ pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &R
     let x = contiguous(x)?;
     // The input line (column) that each output line (column) of an image copies.
     let (source_lines, source_columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
-    let (line_len, result_len) = (input[1] * channels, output[1] * channels);
+    let (input_line_len, output_line_len) = (input[1] * channels, output[1] * channels);
     dispatch_float!(x.dtype(), UPSAMPLE_NEAREST2D.name, T => read_all(UPSAMPLE_NEAREST2D.name, &[&x], |operands| {
         let x = elements::<T>(operands[0])?;
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            for (line, out) in range.zip(out.chunks_exact_mut(result_len)) {
+            for (line, out) in range.zip(out.chunks_exact_mut(output_line_len)) {
                 let image = line / output[0];
                 let source = image * input[0] + source_lines[line % output[0]];
-                let x = &x[source * line_len..(source + 1) * line_len];
+                let x = &x[source * input_line_len..(source + 1) * input_line_len];
                 for (&column, out) in source_columns.iter().zip(out.chunks_exact_mut(channels)) {
                     for (out, x) in out.iter_mut().zip(&x[column * channels..(column + 1) * channels]) {
                         out.write(*x);
@@ -33,7 +33,7 @@ pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &R
             }
         };
         // SAFETY: each line is written as a whole.
-        Ok(unsafe { rows::fill_rows(batch * output[0], result_len, rows::rows_per_block(result_len), write) })
+        Ok(unsafe { rows::fill_rows(batch * output[0], output_line_len, rows::rows_per_block(output_line_len), write) })
     })
     .map(|y| from_vec(y, &[batch, output[0], output[1], channels][..])))
 }
@@ -43,19 +43,19 @@ pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad
     let grad = contiguous(grad)?;
     // The range of the output lines (columns) that copy each input line (column) of an image.
     let (copy_lines, copy_columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
-    let (line_len, result_len) = (input[1] * channels, output[1] * channels);
+    let (input_line_len, output_line_len) = (input[1] * channels, output[1] * channels);
     let op = UPSAMPLE_NEAREST2D.name;
     dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad], |operands| {
         let g = elements::<T>(operands[0])?;
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            let mut sum = vec![<T as Elem>::Acc::ZERO; line_len];
-            for (line, out) in range.zip(out.chunks_exact_mut(line_len)) {
+            let mut sum = vec![<T as Elem>::Acc::ZERO; input_line_len];
+            for (line, out) in range.zip(out.chunks_exact_mut(input_line_len)) {
                 let image = line / input[0];
                 let first_output_line = image * output[0];
                 sum.fill(Real::ZERO);
-                for copy in copy_lines[line % input[0]].clone() {
-                    let copy = first_output_line + copy;
-                    let g = &g[copy * result_len..(copy + 1) * result_len];
+                for image_line in copy_lines[line % input[0]].clone() {
+                    let copy = first_output_line + image_line;
+                    let g = &g[copy * output_line_len..(copy + 1) * output_line_len];
                     let sums = sum.chunks_exact_mut(channels).zip(&copy_columns);
                     // `dispatch` compiles the loop for the SIMD instructions of the processor.
                     dispatch(
@@ -77,9 +77,9 @@ pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad
                 }
             }
         };
-        let block = rows::rows_per_block(line_len);
+        let block = rows::rows_per_block(input_line_len);
         // SAFETY: each line is written as a whole.
-        Ok(unsafe { rows::fill_rows(batch * input[0], line_len, block, write) })
+        Ok(unsafe { rows::fill_rows(batch * input[0], input_line_len, block, write) })
     })
     .map(|grad_x| from_vec(grad_x, &[batch, input[0], input[1], channels][..])))
 }

@@ -142,7 +142,7 @@ pub fn backward(
         grad: input(OP, unit_grad)?,
         dx: output(OP, &grad)?,
         hidden: input(OP, &late.hidden)?,
-        last_hidden: input(OP, outer_hidden_grad)?,
+        last_hidden: input(OP, outer_hidden_grad)?, // the kernel calls the outer map the last one
         up_h: input(OP, &features.up)?,
         up_gate: input(OP, &gate.up)?,
         last_down: input(OP, &down)?,
