@@ -29,13 +29,13 @@ template <typename T> struct Rounding {
                 change(values, static_cast<uint32_t>(at));
             };
             // The first loop over the row finds its scale, the second one rounds.
-            RowScale largest;
+            RowScale row_scale;
             row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
                 float values[N];
                 changed(at, pack, values);
-                largest.see(values);
+                row_scale.see(values);
             });
-            const float scale = largest.of_team(is_int8);
+            const float scale = row_scale.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
             // Widened values of the row must not stay in registers: they take more registers than the values of type T.
             row.keep_narrow();
@@ -195,9 +195,10 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 } // namespace
 
 // quantize_rows: the codes and scales of x (rows, columns).
-// quantize_gradient: multiplies the columns of x (rows, columns) by scales, and computes the codes and scales of the result. The scale of
-// column j is the scale of row j of the codes of the `count` parts (columns, inner). Also writes the transpose of these codes, and fills
-// `ones` with the scales of its rows. The first `tiles` blocks transpose, the others round; with no tiles, nothing is transposed.
+// quantize_gradient: multiplies the columns of x (rows, columns) by scales, and computes the codes and scales of the result. The `count`
+// parts together are the codes of a weight (columns, inner); the scale of its row j multiplies column j of x. Also writes the transpose of
+// the weight's codes, and fills `ones` with the scales of the transpose's rows. The first `tiles` blocks transpose, the others round; with
+// no tiles, nothing is transposed.
 // Launch: as rows.cuh says, with teams whose threads hold up to two packs of a row; quantize_gradient has `tiles` =
 // (sum over the parts of ceil(rows / 64)) ceil(inner / 64) blocks more.
 #define DEFINE_CODES(SUFFIX, T)                                                                                                        \

@@ -96,9 +96,9 @@ static __device__ __forceinline__ void muon(const Elements<G, C> &elements, cons
     for_each(area, [&](uint64_t i) { power[i] = i % (side + 1) == 0 ? 1.0f : 0.0f; });
     const float a = static_cast<float>(settings.more[COEFFICIENT_A]), b = static_cast<float>(settings.more[COEFFICIENT_B]);
     const float c = static_cast<float>(settings.more[COEFFICIENT_C]);
-    // Each iteration multiplies the matrix from the left by factor = a I + b gram + c gram². `power` is the product of all factors so far,
-    // so the matrix is power x. `gram` is the matrix times its transpose; the iteration turns it into factor gram factorᵀ. Factor is
-    // symmetric and, as a polynomial in gram, commutes with gram. So this is computed as factor (factor gram).
+    // Each iteration multiplies a matrix, x at first, from the left by factor = a I + b gram + c gram². `power` is the product of all
+    // factors so far, so the matrix is power x. `gram` is the matrix times its transpose; the iteration turns it into factor gram factorᵀ.
+    // `factor` is symmetric and, as a polynomial in gram, commutes with gram. So the new gram is computed as factor (factor gram).
     const uint32_t steps = static_cast<uint32_t>(settings.more[NS_STEPS]);
     for (uint32_t step = 0; step < steps; ++step) {
         product(side, side, side, elements_of(gram), elements_of(gram), [&](uint32_t i, uint32_t j, float sum) {

@@ -66,6 +66,7 @@ impl TensorFile {
                 ),
             ));
         }
+        // The header begins with the brace, which is already read. The rest is read over the other bytes.
         let mut header = vec![brace; header_length as usize];
         file.read_exact(&mut header[1..]).map_err(io)?;
         let metadata: Metadata = serde_json::from_slice(&header)
@@ -152,14 +153,13 @@ impl TensorFile {
         }
         let result = Raw::zeros(elements, dtype, &Device::Cpu)?;
         let (start, end) = info.data_offsets;
-        let io = |path: &Path, source| Error::io(path, source);
-        self.file.seek(SeekFrom::Start(self.data + start as u64)).map_err(|e| io(&self.path, e))?;
+        self.file.seek(SeekFrom::Start(self.data + start as u64)).map_err(|error| Error::io(&self.path, error))?;
         let mut bytes = vec![0u8; CHUNK.min(end - start)];
         let mut done = 0;
         while done < elements {
             let count = (elements - done).min(CHUNK / stored.size_in_bytes());
             let bytes = &mut bytes[..count * stored.size_in_bytes()];
-            self.file.read_exact(bytes).map_err(|e| io(&self.path, e))?;
+            self.file.read_exact(bytes).map_err(|error| Error::io(&self.path, error))?;
             let part = Raw::from_raw_buffer(bytes, stored, &[count], &Device::Cpu)?;
             copy_into(&result.narrow(0, done, count)?, &part)?;
             done += count;

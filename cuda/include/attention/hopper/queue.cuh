@@ -61,30 +61,30 @@ struct Queue {
             // The tiles of a head have consecutive numbers.
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // A query outside all segments sees no key. For such a query, `first_key` returns the position after the query, whose step may
-            // be `span.end` or later. A tile that begins with such a query still gets at least one step, because a span without steps
-            // means that no item is left.
+            // A query outside all segments sees no key. For such a query, `first_key` returns the position after the query. The step with
+            // this position may be `span.end` or later. A tile that begins with such a query still gets at least one step, because a span
+            // without steps means that no item is left.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }
     };
 
-    // The mask of the 64 queries from `first` on, which four warps multiply with keys, 16 queries each. `last_begin` is the first key that
-    // the last of these queries sees; `begin` has the first keys that the thread's two queries see.
+    // The mask of the 64 queries from `first` on, which four warps multiply with keys, 16 queries each. `largest_first_key` is the first
+    // key that the last of these queries sees; `first_keys` has the first keys that the thread's two queries see.
     struct VisibleKeys {
-        uint32_t first, last_begin, begin[2];
+        uint32_t first, largest_first_key, first_keys[2];
 
         // The first of the thread's two queries. The second is eight later.
         __device__ __forceinline__ uint32_t row() const { return first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4; }
 
         __device__ __forceinline__ VisibleKeys(const Queue &queue, uint32_t first)
-            : first(first), last_begin(queue.spans.first_key(first + 63)),
-              begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
+            : first(first), largest_first_key(queue.spans.first_key(first + 63)),
+              first_keys{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
 
         // Whether any of the queries does not see one of the `KEYS` keys from `key` on. The first query sees no key after itself, and no
         // query has a later first key than the last query.
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
-            return key + KEYS > first + 1 || key < last_begin;
+            return key + KEYS > first + 1 || key < largest_first_key;
         }
         // Sets a score to negative infinity if its query does not see its key. The scores are those of the keys from `key` on, as
         // wgmma leaves them in registers: of each 8 keys the thread has two neighbouring ones, for its first query and then for its second.
@@ -93,7 +93,7 @@ struct Queue {
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 const uint32_t at = key + i / 4 * 8 + i % 2;
-                if (at < begin[i / 2 % 2] || at > row() + i / 2 % 2 * 8) scores[i] = -INFINITY;
+                if (at < first_keys[i / 2 % 2] || at > row() + i / 2 % 2 * 8) scores[i] = -INFINITY;
             }
         }
     };

@@ -68,7 +68,7 @@ pub enum Source<'a> {
     Peer(&'a Shards, usize, Range<usize>),
 }
 
-/// Whether some of the weights that are streamed to a device are in pageable memory, from which graphs cannot copy.
+/// Whether any of the weights that copiers stream to a device are in pageable memory, from which graphs cannot copy.
 pub fn is_staging(device: &Device) -> bool {
     Gpu::of_device(OP, device).is_ok_and(|gpu| gpu.known_copies().is_some_and(has_pageable))
 }
@@ -153,7 +153,7 @@ impl Copier {
         self.host_memory(Memory::Pageable(bytes))
     }
 
-    /// Whether [`start_staging`](Self::start_staging) was called.
+    /// Whether [`start_staging`](Self::start_staging) was called on this copier.
     pub fn is_staging(&self) -> bool {
         self.is_staging.load(Ordering::Acquire)
     }
@@ -253,6 +253,7 @@ impl Copier {
             };
             queued.map_err(|status| status_error(OP, status))?;
         }
+        // If `is_staged`, the staging thread runs: it was started before the first copy from pageable memory.
         if is_staged && let Some(staging) = self.copies.staging() {
             self.jobs[slot].store(staging.queue(job)?, Ordering::Release);
             return Ok(());

@@ -69,6 +69,7 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
     let magic = reader.bytes::<4>()?;
     let version = reader.u32()?;
     if magic != MAGIC || !(2..=3).contains(&version) {
+        // The version of a big-endian file has its bytes in reverse.
         let text = match version.swap_bytes() {
             _ if magic != MAGIC => "not a GGUF file: it does not begin with \"GGUF\"".to_owned(),
             2 | 3 => {

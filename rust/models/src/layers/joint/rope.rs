@@ -94,7 +94,8 @@ impl Rope {
     /// # Errors
     /// [`Error::Shape`] if the samples differ in the number of tokens.
     pub fn stack(samples: &[Self]) -> Result<Self> {
-        let stacked = |table: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(table).collect::<Vec<_>>(), 0);
+        let stacked =
+            |table_of: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(table_of).collect::<Vec<_>>(), 0);
         Ok(Self { cos: stacked(|sample| &sample.cos)?, sin: stacked(|sample| &sample.sin)? })
     }
 }

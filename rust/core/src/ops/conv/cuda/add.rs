@@ -45,7 +45,8 @@ pub(in crate::ops::conv) fn forward_add(
         // An addend with one row for each image has the same row for all pixels (height · width) of the image.
         let sharing = if addend.dims() == dims { 1 } else { sizes.output[0] * sizes.output[1] };
         let addend_rows = Addend { rows: input(op, &addend)?, sharing };
-        // Returns false, without writing to `y`, where these kernels do not run or are slower than the others.
+        // `hopper::forward` returns false, without writing to `y`, where its kernels do not run or are slower than the
+        // others.
         if hopper::forward(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias }, addend_rows)? {
             return Ok(y);
         }
