@@ -306,11 +306,11 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
-    let train = |device: &Device, dtype: DType, factors: DType| -> Result<Vec<Vec<f64>>> {
+    let train = |device: &Device, dtype: DType, factor_dtype: DType| -> Result<Vec<Vec<f64>>> {
         let (layers, rows, features, rank) = (6, 130, 72, 8);
         let initial: Vec<Tensor> = (0..layers)
             .flat_map(|i| [([rank, features], i), ([features, rank], i + 50)])
-            .map(|(dims, seed)| exact(&dims, seed, factors, device))
+            .map(|(dims, seed)| exact(&dims, seed, factor_dtype, device))
             .collect();
         let vars = FlatBuffer::new(&initial)?.vars().to_vec();
         let base: Vec<Tensor> = (0..layers).map(|i| exact(&[features, features], i + 99, dtype, device)).collect();

@@ -130,7 +130,7 @@ impl TensorFile {
     /// beside the result. Other devices get the stored values and convert them.
     ///
     /// # Errors
-    /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
+    /// As [`read`](Self::read); [`Error::DType`] if the values are floating-point and `dtype` is not.
     pub fn read_as(&mut self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let Some(info) = self.metadata.info(name).cloned() else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));

@@ -10,8 +10,7 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
-// In `uniform` and `normal`, the closure makes the kernel's arguments; [`draw`] says what its parameters are. The
-// parameter `state` is an address.
+// In `uniform` and `normal`, the closure makes the kernel's arguments; [`draw`] says what the closure's parameters are.
 
 /// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers in [0, 1) that the generator draws from
 /// its state `start` on.
@@ -20,10 +19,10 @@ use crate::{Raw, Result};
 /// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device, or the driver reports an error;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does not fit.
 pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64; 2]) -> Result<Raw> {
-    draw("rand", &UNIFORM, device, dims, start, |y, n, state, State { seed, offset }| Uniform {
+    draw("rand", &UNIFORM, device, dims, start, |y, n, address, State { seed, offset }| Uniform {
         y,
         n,
-        state,
+        state: address,
         seed,
         offset,
         low,
@@ -37,10 +36,10 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
 /// # Errors
 /// As [`uniform`].
 pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 2]) -> Result<Raw> {
-    draw("randn", &NORMAL, device, dims, start, |y, n, state, State { seed, offset }| Normal {
+    draw("randn", &NORMAL, device, dims, start, |y, n, address, State { seed, offset }| Normal {
         y,
         n,
-        state,
+        state: address,
         seed,
         offset,
         mean,
@@ -67,9 +66,9 @@ fn draw<A: Arguments>(
         let function = gpu.function(kernel, &[])?;
         // Each thread draws four numbers.
         let shape = Shape::threads(op, count.div_ceil(4))?;
-        // The address `state`, and the state that goes with it, which replaces `start`.
-        let (state, start) = generator(start);
-        let arguments = arguments(output(op, &y)?, count as u64, state, start);
+        // The address, and the state that goes with it, which replaces `start`.
+        let (address, start) = generator(start);
+        let arguments = arguments(output(op, &y)?, count as u64, address, start);
         // SAFETY: the result has `count` elements.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
