@@ -1,6 +1,6 @@
 //! Copies of streamed weights to a GPU, from pinned host memory or from other devices, on a separate CUDA stream, in
-//! parallel with the work of the device's stream. A unit is the weights of one block of a model, and a slot is memory of
-//! the device that holds one unit at a time (see `crate::streaming`).
+//! parallel with the work of the device's stream. A unit is the weights of one block of a model, and a slot is memory
+//! of the device that holds one unit at a time (see `crate::streaming`).
 //!
 //! If the system gives too little pinned memory, pageable memory takes its place. A thread then copies the weights
 //! through a small ring of pinned memory; this is called staging ([`Copier::start_staging`]).
