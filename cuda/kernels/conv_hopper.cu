@@ -54,8 +54,8 @@
 //   last kernel tap, at most 255. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"
 
-// The macros below have the tile's sizes M and N, and STAGES, the number of buffers for tiles in shared memory. The kernels read
-// the source and the weight through `maps`, so these operands are null; the gradient of the input has no bias.
+// The DEFINE macros below take the tile's sizes M and N, and STAGES, the number of buffers for the operands of a step. The kernels
+// read the source and the weight through `maps`, so these operands are null; the gradient of the input has no bias.
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
 
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                \

@@ -111,7 +111,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
 // Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if the norm is infinite
 // or NaN. It is multiplied by `growth` after `interval` consecutive steps with a finite norm, unless the product is larger than
-// the largest f32 number. `growth_tracker` is the number of these steps since the last change of the scale or non-finite norm.
+// the largest f32 number. `growth_tracker` is the number of consecutive steps with a finite norm; it is set to 0 when it reaches
+// `interval`, even if the scale does not grow.
 //   norm: the norm of this step's gradients, which is infinite or NaN if one of them is.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void

@@ -1,6 +1,6 @@
 //! Stands in for `cuda/streaming.rs`, which copies streamed weights to a device while the device computes, in builds
 //! without CUDA. As in `no_cuda.rs`, types have no values, so their methods are never called. `crate::streaming` says
-//! what units and slots are, `cuda/streaming.rs` describes the functions in full.
+//! what units and slots are; `cuda/streaming.rs` describes the functions in full.
 
 use std::any::Any;
 use std::convert::Infallible;

@@ -24,8 +24,9 @@ fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tenso
 }
 
 /// Rotary attention on the projection [x, x] of 8 columns: two heads of queries, one of keys and one of values, each of
-/// two features. The first two columns of `tables` are cos and sin; `scale` is that of an RMS norm of the queries. Rows
-/// 0 to 2 and row 3 are two texts, and attention has no window. The result is multiplied by x.
+/// two features. The first two columns of `tables` are cos and sin. With `scale`, queries and keys have RMS norms, of
+/// which that of the queries has this scale. Rows 0 to 2 and row 3 are two texts, and attention has no window. The
+/// result is multiplied by x.
 fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
     let bounds = Tensor::from_vec(vec![0i64, 3, 4], 3, &CPU)?;
     let (cos, sin) = (tables.narrow(1, 0, 1)?, tables.narrow(1, 1, 1)?);

@@ -1,7 +1,7 @@
 //! The Python class of quantized matrices, and the function that quantizes.
 //!
-//! `compute` takes the number of elements that a call is over, and releases the GIL if there are many. `reading`
-//! decides by the tensor that the call copies to the host.
+//! `compute` takes the number of elements that a call works on, and releases the GIL if there are many. `reading`
+//! decides this by the tensor that the call copies to the host.
 
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;

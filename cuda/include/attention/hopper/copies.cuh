@@ -23,8 +23,8 @@ struct AttentionBackwardMaps {
 };
 
 // Starts to copy `BOX` rows of the head of `task`, from `row` on, into a tile of `ROWS` rows and D columns. `to` is the address, in the
-// tile's first panel, of the first row to write. `barrier` counts the bytes that arrive, including the zeros. `BOX` only tells the reader
-// the number of rows: the boxes of `map` determine it.
+// tile's first panel, of the first row to write. `barrier` counts the bytes that arrive, including the zeros. The boxes of `map`
+// determine the number of rows; `BOX` only documents it at the call.
 template <int D, int BOX, int ROWS>
 __device__ __forceinline__ void fetch_rows(uint32_t to, const TensorMap &map, uint32_t barrier, uint32_t row, const Task &task) {
 #pragma unroll

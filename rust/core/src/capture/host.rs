@@ -78,8 +78,8 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.lock()));
     }
 
-    /// Checks that the function being recorded has not changed the value so far. If a recorded function may do some
-    /// work only once, because the work depends on the value and then advances it, the work begins with this check.
+    /// Checks that the function being recorded, if there is one, has not changed the value so far. Work that depends on
+    /// the value and then advances it begins with this check, because a recorded function may do such work only once.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
 use crate::{Error, Result};
 
-/// The number of elements that a thread takes at a time.
+/// The usual `grain` of [`par_ranges`]: the number of elements that a thread takes at a time.
 pub(super) const GRAIN: usize = 32 * 1024;
 
 /// Number of threads of the pool; 0 until [`num_threads`] or [`set_num_threads`] is first called.
@@ -291,7 +291,7 @@ fn pool() -> Option<Arc<rayon::ThreadPool>> {
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         Err(TryLockError::WouldBlock) => return None,
     };
-    // Starts a pool if this process has none. What `replace` returns is a pool only if one was inherited by a fork.
+    // Starts a pool if this process has none. If `replace` then returns a pool, a fork has inherited it.
     if here(&slot).is_none()
         && let Some(inherited) = std::mem::replace(&mut *slot, Threads::start(num_threads()).ok())
     {

@@ -195,7 +195,8 @@ fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
     x.mul(&inner.tanh()?.add_scalar(1.0)?)?.mul_scalar(0.5)
 }
 
-/// Registry entries of this file. A [`Case`] has a name, the shape of each input, and the call to test.
+/// Registry entries of this file. A [`Case`] has a label (empty for an ordinary case), the shape of each input, and the
+/// call to test. [`Gelu::Exact`] has no plain form, because no basic operation computes the error function.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -13,7 +13,7 @@ use super::OP;
 use crate::{Error, Result};
 
 /// The sizes of mappings are multiples of this many bytes, which is a multiple of the system's page size.
-const PAGE: usize = 1 << 16;
+const LEN_UNIT: usize = 1 << 16;
 
 /// Memory of one process that other processes of the machine map too. The memory has no name in the file system. The
 /// system frees the memory when no process maps it any more, even if the processes are killed. The memory counts as
@@ -31,13 +31,13 @@ unsafe impl Send for Pages {}
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// A mapping of at least `bytes` bytes. A page of the mapping takes memory of the machine only when it is
+    /// A mapping of at least `bytes` bytes. A page of the system takes memory of the machine only when it is
     /// [written](Self::write).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system cannot map so many bytes.
     pub(crate) fn create(bytes: usize) -> Result<Self> {
-        let len = bytes.max(1).next_multiple_of(PAGE);
+        let len = bytes.max(1).next_multiple_of(LEN_UNIT);
         let file = memfd_create("trainable-candle", MemfdFlags::CLOEXEC).map_err(|error| no_memory(bytes, error))?;
         ftruncate(&file, len as u64).map_err(|error| no_memory(bytes, error))?;
         Self::map(file.into(), len)

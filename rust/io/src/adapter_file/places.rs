@@ -26,7 +26,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
                 // `key` is the module's name in this style. `form` says which rows of the module belong to the layer.
                 let Some(Key { key, form }) = names.place(layer, style) else { continue };
                 let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
-                // If two parts or styles give the same name, the name belongs to those that were found first.
+                // If several parts or styles give the same name, the name belongs to the first part and style that do.
                 if (place.part, place.style) == (part, style) {
                     place.layers.push((layer, form));
                 }

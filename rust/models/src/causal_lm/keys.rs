@@ -30,11 +30,11 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names of a decoder's parameters in the files of a folder (`original` is `None`), or in one file that holds other
-/// models too. In such a file, the prefix `original.prefix` precedes each name.
-pub(super) fn layout(config: &CausalLMConfig, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
+/// The names of a decoder's parameters in the files of a folder (`checkpoint` is `None`), or in one file that may hold
+/// other models too. In such a file, the prefix `checkpoint.prefix` precedes each name.
+pub(super) fn layout(config: &CausalLMConfig, checkpoint: Option<CheckpointNaming>) -> Box<dyn Layout> {
     Box::new(Transformers {
-        prefix: original.map_or("", |original| original.prefix),
+        prefix: checkpoint.map_or("", |checkpoint| checkpoint.prefix),
         layers: config.num_hidden_layers,
         is_part: config.is_part(),
         has_head: config.has_own_head(),
@@ -82,7 +82,7 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file without `config.json`, where the prefix `original.prefix` precedes the
+/// The configuration of a decoder in a file without `config.json`, where the prefix `checkpoint.prefix` precedes the
 /// decoder's names. The result is the first of `known` whose `vocab_size`, `hidden_size`, `intermediate_size` and
 /// `num_hidden_layers` are those of the file's tensors. (In general, the tensors' shapes determine neither the number
 /// of heads nor the rotary frequencies.) If none has these sizes and the file holds a Qwen3, the result is the first
@@ -92,7 +92,7 @@ impl Layout for Transformers {
 /// [`Error::Config`] if none of `known` has these sizes, and the file holds no Qwen3 or `known` has none.
 pub(super) fn deduce(
     files: &WeightFiles,
-    original: CheckpointNaming,
+    checkpoint: CheckpointNaming,
     known: Vec<CausalLMConfig>,
 ) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
@@ -100,7 +100,7 @@ pub(super) fn deduce(
         let inside = name.strip_prefix(BODY);
         let nested = inside.map(|inside| format!("{VL_BODY}{inside}"));
         let mut keys = std::iter::once(name).chain(inside).map(str::to_owned).chain(nested);
-        keys.find_map(|name| files.shape(&format!("{}{name}", original.prefix)))
+        keys.find_map(|name| files.shape(&format!("{}{name}", checkpoint.prefix)))
     };
     let layers = (0..).take_while(|i| shape(&format!("{LAYERS}.{i}.mlp.down_proj.weight")).is_some()).count();
     let fits = |config: &CausalLMConfig| {

@@ -11,8 +11,8 @@ pub use model::{Flux2Conditions, Flux2Transformer};
 
 use crate::registry::ModelKind;
 
-/// The registry entry of FLUX.2's transformer: its name; its name in messages, with the prefix of keys by which
-/// messages recognise its files; the class names in `config.json`; the name of the weight file.
+/// The registry entry of FLUX.2's transformer: its class in Python; its noun for messages about a wrong file, with a
+/// prefix of keys by which its files are recognised; the class names in `config.json`; the name of the weight file.
 pub static KIND: ModelKind = ModelKind::of::<Flux2Transformer>(
     "Flux2Transformer",
     ("a FLUX.2 transformer", "single_transformer_blocks.0.attn.to_qkv_mlp_proj."),

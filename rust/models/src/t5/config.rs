@@ -89,6 +89,7 @@ impl Configuration for T5Config {
     }
 
     fn to_json(&self) -> Map<String, Value> {
+        // `FEED_FORWARD` has every form, so the default "" is never used.
         let form = FEED_FORWARD.iter().find(|(_, form)| *form == self.feed_forward_proj).map_or("", |(name, _)| *name);
         let json = json!({
             "architectures": [T5Encoder::CLASS_NAME],

@@ -8,15 +8,16 @@ use super::VaeConfig;
 use super::config::DEFAULT_NORM_EPS;
 use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
-/// The layout of the autoencoder's parameters. `original` tells how a checkpoint in one file names them; it is None for
-/// a folder in diffusers' layout. With [`Naming::Original`], the keys are the original names after the prefix; in all
-/// other cases they are diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
+/// The layout of the autoencoder's parameters. `checkpoint` tells how a checkpoint in one file names them; it is None
+/// for a folder in diffusers' layout. With [`Naming::Original`], the keys are the original names after the prefix; in
+/// all other cases they are diffusers' names. `files` is the original checkpoint, or `None` if it is still to be
+/// written.
 pub(super) fn layout(
-    original: Option<CheckpointNaming>,
+    checkpoint: Option<CheckpointNaming>,
     config: &VaeConfig,
     files: Option<&WeightFiles>,
 ) -> Box<dyn Layout> {
-    let Some(CheckpointNaming { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
+    let Some(CheckpointNaming { prefix, naming: Naming::Original }) = checkpoint else { return Box::new(Diffusers) };
     let has_level = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
@@ -87,6 +88,7 @@ impl Layout for OriginalAutoencoder {
     }
 
     fn keys(&self, name: &str) -> Vec<Key> {
+        // Readers try FLUX.2's key first, then the usual key.
         let quant = QUANT.iter().find(|(layer, _)| self.is_normed && name.starts_with(layer));
         let quant = quant.map(|(_, coder)| Key::plain(format!("{coder}{name}")));
         quant.into_iter().chain(self.usual_key(name)).collect()
@@ -178,6 +180,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
         // Returns the error for the missing size.
         size(&block(0, 0), 0)?;
     }
+    // Whether a candidate has the deduced value in every field that shapes determine.
     let agrees = |candidate: &VaeConfig| {
         VaeConfig {
             norm_num_groups: candidate.norm_num_groups,

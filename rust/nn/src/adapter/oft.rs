@@ -117,6 +117,7 @@ pub fn oft_block_size(features: usize, wanted: usize) -> usize {
 /// The initial values: zeros, which give the identity.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let features = settings.oft_side.features(base);
+    // `max` avoids a division by 0 for a layer without features.
     let size = oft_block_size(features, settings.oft_block_size).max(1);
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }

@@ -25,6 +25,7 @@ use crate::tensor::Tensor;
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CLIPTextModel(Arc<models::CLIPTextModel>);
 
+// Defines `CLIPTextModel::CLASS`, the entry of this class in the table of models.
 class!(CLIPTextModel);
 
 #[pymethods]

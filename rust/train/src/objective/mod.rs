@@ -24,14 +24,14 @@ fn normal_rows(dims: &[usize], samples: &[u64], purpose: Purpose, seed: u64, dev
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_device(device)
 }
 
-/// Check that the caller passed one sample number for each example: `numbers`, the count of sample numbers, must equal
-/// the batch size `dims[0]`.
-fn check_numbers(op: &'static str, dims: &[usize], numbers: usize) -> Result<()> {
-    if numbers == dims[0] {
+/// Check that the caller passed one sample number for each example: `count`, the count of these numbers, must equal the
+/// batch size `dims[0]`.
+fn check_numbers(op: &'static str, dims: &[usize], count: usize) -> Result<()> {
+    if count == dims[0] {
         return Ok(());
     }
     Err(Error::shape(
         op,
-        format!("found {numbers} sample numbers for a batch of shape {dims:?}, expected one for each example"),
+        format!("found {count} sample numbers for a batch of shape {dims:?}, expected one for each example"),
     ))
 }

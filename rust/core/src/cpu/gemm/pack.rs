@@ -39,7 +39,7 @@ pub enum Along {
 }
 
 /// Returns the number of elements that [`pack`] writes for `len` rows and `k` steps. The rows are padded to whole SIMD
-/// registers or, for [`Along::Columns`], to a multiple of 4, as all tiles have.
+/// registers or, for [`Along::Columns`], to a multiple of 4, as the number of columns of every tile is.
 pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize {
     match along {
         Along::Rows => len.next_multiple_of(shape.lanes) * k,

@@ -132,8 +132,8 @@ impl Captured {
                 // The launch below needs this work, as each replay does: for example, copies of new values of variables
                 // to an optimizer's master values. It is not a part of the graph.
                 effects.run_before_replay()?;
-                // `settle_gradients` also notes which gradients have values. The recording changes these marks; if it
-                // fails, `restore_gradients` sets them back.
+                // `settle_gradients` gives gradients fixed storage, and notes which of them have values. The recording
+                // changes these marks; if it fails, `restore_gradients` sets them back.
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
                     .inspect_err(|_| effects.restore_gradients())?;
@@ -280,8 +280,8 @@ impl Graph {
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
-        // Draws during the recording advance this stream of random numbers, not the thread's generator: each launch of
-        // the graph advances that.
+        // Draws during the recording advance this stream of random numbers. They do not advance the thread's generator,
+        // because each launch of the graph does so.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);

@@ -107,6 +107,7 @@ impl Packed {
                 format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
             ));
         }
+        // `max` avoids a division by 0: a width of 0 is valid.
         let scale = 1.0 / ((width / heads).max(1) as f64).sqrt();
         // `scores` is the shape of the scores.
         let (scores, visible_keys) = (vec![batch, heads, queries, keys], cpu::VisibleKeys::of(is_causal));

@@ -105,6 +105,7 @@ impl OnDevice {
             }
             Ok(copy)
         };
+        // `places` and `slots.of` are in the order of the parameters.
         parameters(groups).zip(&self.places).zip(&slots.of).map(parameter_to_host).collect()
     }
 

@@ -20,7 +20,7 @@ impl<'a> CodesNorm<'a> {
 
     /// Returns the sum of two tensors, rounded to their dtype; the codes of the sum's norm (signed integers if
     /// `is_int8`, else 8-bit floating-point numbers) with their scales; and the norm's statistics. `None` if the kernel
-    /// does not support the tensors. On the CPU it supports none.
+    /// does not support the tensors, and always on the CPU, which has no such kernel.
     pub fn of_sum(&self, operands: [&Raw; 2], is_int8: bool) -> Result<Option<(Raw, CodeRows, Aux)>> {
         on_device!(operands[0].device(), cuda => super::cuda::sum_and_codes(&self.0, operands, is_int8), cpu => {
             let _ = (operands, is_int8); // A build without CUDA does not use them.

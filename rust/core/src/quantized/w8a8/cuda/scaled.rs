@@ -38,7 +38,7 @@ pub(super) fn product(
     y: &Raw,
     addends: Addends<'_>,
 ) -> Result<bool> {
-    // Only bf16 results use fast accumulation: rounding a sum to f16 has a smaller error.
+    // Only bf16 results use fast accumulation. For f16 results its error would dominate that of rounding the sum.
     let is_fast = y.dtype() == DType::BF16 && x.columns <= FAST_TERMS;
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
@@ -93,6 +93,7 @@ pub(super) fn write_product(
     };
     let n = scales.elem_count();
     let sizes = [x.rows, n, x.columns];
-    // SAFETY: codes and scales have these rows, y and the addends have the columns, and the residual has the rows of y.
+    // SAFETY: `x` has codes and scales for its rows, and `codes` and `scales` have `n` rows. y and the addends have the
+    // columns from `start` to `start + n`; y and the residual have the rows of `x`.
     unsafe { scaled_product_of_codes(OP, gpu, operands, sizes, dtype) }
 }
