@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 
 def _sdxl() -> dict[str, Config]:
-    # `configurations` replaces the sizes of this tiny model by those of SDXL.
+    # `full_size.configurations` replaces the sizes of this tiny model by those of SDXL.
     shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     return full_size.configurations(shipped)
 
@@ -59,7 +59,8 @@ def write_model(folder: Path, name: str) -> Path:
         (part_folder / "config.json").write_text(json.dumps(config))
         # The safetensors format: the header's length, the header, the bytes of the tensors.
         header = json.dumps({"x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}})
-        weights = "diffusion_pytorch_model" if "_class_name" in config else "model"
-        path = part_folder / f"{weights}.safetensors"
+        # Only diffusers' configurations have `_class_name`; the others are transformers'.
+        stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
+        path = part_folder / f"{stem}.safetensors"
         path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2))
     return folder

@@ -203,12 +203,12 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     eager = gpu_timing.timed(step, device, machine.seconds)
     peak = tc.cuda.memory_stats(device)["peak_allocated"]
     graph = gpu_timing.captured(step, device)
-    recorded = gpu_timing.timed(graph, device, machine.seconds)
+    replayed = gpu_timing.timed(graph, device, machine.seconds)
     # Arithmetic alone: the floor of a step leaves out the bytes that it reads and writes.
     floor = machine.floor("bf16", case.step_flops, moved=0)
-    times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
+    times = gpu_timing.milliseconds(ours=replayed, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}{gpu_timing.on(machine)}: {speed(case, recorded)}; {times}; "
+        f"{case.title}{gpu_timing.on(machine)}: {speed(case, replayed)}; {times}; "
         f"peak {peak / GIB:.2f} GiB; first {first:.1f} s",
         flush=True,
     )
@@ -222,11 +222,12 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     except ImportError as error:
         print(f"  {error}", flush=True)
         return
-    seconds = gpu_timing.torch_timed(machine.torch, their_step, machine.seconds)
+    their_seconds = gpu_timing.torch_timed(machine.torch, their_step, machine.seconds)
     allocated = machine.torch.cuda.max_memory_allocated() / GIB
     print(
-        f"  torch{' with Liger' if liger else ''}: {speed(case, seconds)}; {seconds * 1e3:.1f} ms; "
-        f"peak {allocated:.2f} GiB; ours is {seconds / recorded:.2f} times as fast",
+        f"  torch{' with Liger' if liger else ''}: {speed(case, their_seconds)}; "
+        f"{their_seconds * 1e3:.1f} ms; peak {allocated:.2f} GiB; "
+        f"ours is {their_seconds / replayed:.2f} times as fast",
         flush=True,
     )
     del their_step

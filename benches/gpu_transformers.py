@@ -2,7 +2,7 @@
 
 python benches/gpu_transformers.py [--only flux] [--profile]
 
-The base is bf16, ours and that of diffusers; `--base-precision` quantizes ours alone. A step is
+Our base and that of diffusers are bf16; `--base-precision` quantizes only ours. A step is
 forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the attention
 of image and text (in FLUX.2's single-stream blocks, on the layer in which queries, keys and values
 are fused with the MLP's input). Our step is timed without and with a CUDA graph. The time with the
@@ -242,7 +242,8 @@ def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
         given["pooled_projections"] = torch.randn(1, case.config["pooled_projection_dim"], **half)
         given["guidance"] = torch.ones(1, device="cuda")
     elif case.kind == "flux2":
-        # The fourth axis of FLUX.2's positions numbers the tokens of the text.
+        # The fourth axis of FLUX.2's positions numbers the tokens of the text. `given` already has
+        # this tensor as "txt_ids".
         text_ids[:, 3] = torch.arange(case.tokens)
     return given
 
@@ -306,10 +307,10 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     eager = gpu_timing.timed(step, device, machine.seconds)
     peak = tc.cuda.memory_stats(device)["peak_allocated"]
     graph = gpu_timing.captured(step, device)
-    recorded = gpu_timing.timed(graph, device, machine.seconds)
+    replayed = gpu_timing.timed(graph, device, machine.seconds)
     # The floor is the time of the arithmetic alone: it counts no bytes that are read or written.
     floor = machine.floor("bf16", case.step_flops, moved=0)
-    times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
+    times = gpu_timing.milliseconds(ours=replayed, ours_without_graph=eager, floor=floor)
     print(
         f"{case.title}{gpu_timing.on(machine)}: {times}; peak {peak / GIB:.2f} GiB; "
         f"first {first:.1f} s",
@@ -325,10 +326,10 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     except ImportError as error:
         print(f"  {error}", flush=True)
         return
-    seconds = gpu_timing.torch_timed(machine.torch, their_step, machine.seconds)
+    their_seconds = gpu_timing.torch_timed(machine.torch, their_step, machine.seconds)
     allocated = machine.torch.cuda.max_memory_allocated() / GIB
-    times = gpu_timing.milliseconds(torch_eager=seconds)
-    ratio = recorded / seconds
+    times = gpu_timing.milliseconds(torch_eager=their_seconds)
+    ratio = replayed / their_seconds
     print(f"  {times}; peak {allocated:.2f} GiB; ours/torch {ratio:.2f}", flush=True)
     del their_step
     gpu_timing.fresh(device)
