@@ -54,7 +54,9 @@ globals().update({k: v for k, v in vars(_families).items() if k.endswith("_base"
 class Call:
     """A line of the simulation's log: a call of a library, or a mark of the snippet.
 
-    If `kind` is "copy", the field "kind" is the name of the function, such as cuMemcpyHtoDAsync.
+    `kind` is the first word of the line, and `fields` has the rest, which is `name=value` each. The
+    lines of copies and fills also have a field named "kind": the name of the function that was
+    called, such as cuMemcpyHtoDAsync.
     """
 
     kind: str
@@ -113,7 +115,8 @@ class Simulation:
 
     def build_variant(self, libraries: tuple[str, ...], missing: tuple[str, ...]) -> Path:
         """Build `libraries` without the functions `missing`, and return their folder."""
-        # The count of misses differs for each variant, because `build` caches this function.
+        # `build` caches this function, so each call of it is a cache miss, and the number of misses
+        # so far is a different one for each variant.
         folder = self.folder / f"variant-{self.build.cache_info().misses}"
         self.simulate.build(folder, libraries, missing)
         return folder
@@ -138,9 +141,9 @@ class Simulation:
         log.unlink(missing_ok=True)
         package = Path(tc.__file__).parents[1]
         environment = {**os.environ, **self.simulate.environment(folder)}
+        # PYTHONPATH begins with `folder`. The package finds all libraries except the driver below
+        # it, where pip would put them. So only the driver needs to be on LD_LIBRARY_PATH.
         environment["PYTHONPATH"] += os.pathsep + str(package)
-        # Only the driver is on this path. The package finds the other libraries in the folders into
-        # which pip puts them.
         environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
         environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
         for name, value in (settings or {}).items():

@@ -85,6 +85,7 @@ def test_states_that_cannot_be_pinned_stay_on_the_gpu(
 ) -> None:
     code = run_on_digits(digits_base, digits_folder, tmp_path / "run", optimizer_states="host")
     code = code.replace("report=lambda _: None", "report=print")
+    # The code begins with a line break.
     run = cuda.run("    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'" + code)
     assert run.of("refused") == []
     (line,) = (line for line in run.output.splitlines() if line.startswith("optimizer: "))
@@ -246,9 +247,7 @@ def test_a_profile_of_the_cpu_is_an_error(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    assert (
-        'profile: found the device "cpu"' in run.output or "found a tensor on the CPU" in run.output
-    )
+    assert 'profile: found the device "cpu"' in run.output
 
 
 def test_memory_of_graphs_is_freed_with_the_last_graph(cuda: Any) -> None:

@@ -188,7 +188,7 @@ def test_a_folder_with_an_image_or_metadata_is_one_source(tmp_path: Path, name: 
     assert parse_sources(tmp_path) == (Source(tmp_path),)
 
 
-def test_the_repeats_of_an_entry_come_before_those_in_its_name(tmp_path: Path) -> None:
+def test_the_repeats_of_an_entry_override_those_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "10_cup").mkdir()
     repeated = [{"path": tmp_path / "10_cup", "repeats": 3}]
     assert [source.repeats for source in parse_sources(repeated)] == [3]

@@ -96,7 +96,7 @@ def load(request: dict[str, Any]) -> tuple[Any, Any]:
     # The sizes in the configuration need not fit the file: `load_resized` resizes the parameters.
     clip = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     clip["num_hidden_layers"] = request["clip"]
-    encoders = options | {f"{name}_model_config": clip for name in ("clip_l", "clip_g")}
+    encoders = options | {f"{encoder}_model_config": clip for encoder in ("clip_l", "clip_g")}
     found = comfy.sd.load_checkpoint_guess_config(
         request["base"], output_vae=False, model_options=options, te_model_options=encoders
     )
@@ -138,6 +138,7 @@ for line in requests:
     model, clip = loaded[base]
     if "lora" in request:
         adapter = comfy.utils.load_torch_file(request["lora"])
+        # This returns clones with the adapter; those in `loaded` stay without it.
         model, clip = comfy.sd.load_lora_for_models(model, clip, adapter, 1.0, 1.0)
     weights = {}
     for patcher in (model, clip and clip.patcher):

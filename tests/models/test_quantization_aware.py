@@ -95,8 +95,8 @@ def test_convolutions_are_an_error_and_linear_layers_are_not(sdxl: Path) -> None
     assert unet.add_adapter(tc.LoraConfig(target_modules=["all-linear"], qat="int8")).parameters()
 
 
-@pytest.mark.parametrize("grid", ["int8", "fp8"])
-def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(form: str, tmp_path: Path) -> None:
     """W8A8 rounds the merged weights and the inputs of layers, and multiplies their codes."""
     (facts,) = tc.inspect(FLUX.folder / "transformer").parts.values()
     layers = [name for name in facts.layers if "transformer_blocks." in name]
@@ -105,14 +105,14 @@ def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_
         model = FLUX.load()
         tc.manual_seed(0)
         adapter = model.add_adapter(
-            tc.LoraConfig(r=4, target_modules=layers, qat=grid, qat_activations=rounds_inputs)
+            tc.LoraConfig(r=4, target_modules=layers, qat=form, qat_activations=rounds_inputs)
         )
         randomize(adapter)
         found[rounds_inputs] = FLUX.predict(model).numpy()
     # `model` is now the one with rounded inputs. Both have the same adapter.
     model.merge_adapter()
     model.save_pretrained(tmp_path)
-    served = FLUX.kind.from_pretrained(tmp_path, dtype="f32", quantize=grid)
+    served = FLUX.kind.from_pretrained(tmp_path, dtype="f32", quantize=form)
     tc.set_w8a8(True)
     try:
         expected = FLUX.predict(served).numpy()

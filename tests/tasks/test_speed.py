@@ -96,7 +96,8 @@ def test_steps_of_runs_on_an_h100_are_predicted_within_15_percent(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "sizes", "layers", "attention"),
     [
-        # Operations of the linear layers and of attention, for images of 1024 x 1024 px.
+        # Operations for one image of 1024 x 1024 px, as in benches/gpu_transformers.py and
+        # benches/gpu_sdxl.py: those of linear layers and convolutions, and those of attention.
         ("Flux.1-dev", FLUX, 59.5e12, 14.9e12),
         ("SDXL", SDXL, 5.98e12, 0.78e12),
         # Linear layers: two operations for each weight and token, without the embedding, which is

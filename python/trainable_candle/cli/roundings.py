@@ -20,7 +20,8 @@ _PEFT_FILE: Final = "adapter_model.safetensors"
 _SCALES: Final = "qat_scales."
 """The prefix of the keys of learned scales; a layer's name follows."""
 _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
-"""For each format that `merge --to` can write, the end of the note about `--qat`."""
+"""For each format that `merge --to` can write, the end of the note about `--qat`. `--qat` also has
+int4, for which the note has no such end."""
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
@@ -71,6 +72,7 @@ def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
     """
     path = adapter / _PEFT_FILE if adapter.is_dir() else adapter
     metadata = safetensors_metadata(path)
+    # Without an entry for the format (None), the file may still have scales.
     if metadata.get(QAT) not in {None, to}:
         return {}
     scales = {

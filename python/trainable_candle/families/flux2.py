@@ -178,10 +178,10 @@ class Flux2(FlowFamily[Flux2Texts]):
         All numbers are for one caption.
         """
         qwen3 = self.facts.parts["text_encoder"].config
-        # The outputs of all layers up to the last of `LAYERS` stay in memory, and the widest layer
-        # has four more tensors of this width, besides two of the width of its feed-forward network.
-        outputs = (max(LAYERS) + 4) * qwen3["hidden_size"]
-        return int(self.text_tokens * (2 * qwen3["intermediate_size"] + outputs)) + self.text_values
+        # The outputs of all layers up to the last of `LAYERS` stay in memory. The widest layer has
+        # four more tensors of `hidden_size` features, and two of the feed-forward network's width.
+        hidden = (max(LAYERS) + 4) * qwen3["hidden_size"]
+        return int(self.text_tokens * (2 * qwen3["intermediate_size"] + hidden)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity that the transformer predicts, in the shape of `sample`.

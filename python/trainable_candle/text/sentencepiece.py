@@ -52,7 +52,7 @@ def parse(data: bytes) -> UnigramModel:
 def _parse(data: bytes) -> UnigramModel:
     pieces: list[tuple[str, float]] = []
     # A field that the file omits has SentencePiece's default: the type of the model is unigram, the
-    # type of a piece is normal, and its score is 0.
+    # type of a piece is normal, and its score is 0. Every piece has a text.
     unknown, charsmap, kind = None, b"", _UNIGRAM
     for number, value in _fields(data):
         if number == _PIECE:

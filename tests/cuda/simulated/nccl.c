@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNHANDLED = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6, IN_PROGRESS = 7 };
+// POLLS is the number of calls of ncclCommGetAsyncError after init, or after finalize, that report IN_PROGRESS.
 enum { MAX_RANKS = 8, MAX_CALLS = 1 << 16, POLLS = 3 };
 // A call's `kind` is NOT_MADE before any rank makes the call, WRITING while the first rank sets the properties, and then the `kind` that
 // `queue` got.
@@ -39,7 +40,10 @@ struct meeting {
 
 struct comm {
     struct meeting *meeting;
-    int rank, size, polls, calls, error;
+    int rank, size;
+    int polls; // How many of the POLLS remain.
+    int calls; // The number of collective operations so far: the index of the next one in `meeting->calls`.
+    int error;
     bool finalized;
     struct id id;
 };
@@ -76,6 +80,7 @@ int ncclGetUniqueId(struct id *id) {
     return SUCCESS;
 }
 
+// The size of an element of an `ncclDataType_t`; 0 for unknown types.
 static size_t bytes_of(int type) {
     switch (type) {
     case 0: case 1: return 1;
@@ -87,6 +92,7 @@ static size_t bytes_of(int type) {
 }
 
 int ncclCommInitRankConfig(struct comm **made, int size, struct id id, int rank, struct config *config) {
+    // The magic number of nccl.h, and the version and size of ncclConfig_t of NCCL 2.27.
     if (config->magic != 0xcafebeef || config->version < 22700 || config->size < 72) return refuse(INVALID_ARGUMENT, "config");
     if (config->blocking != 0) return refuse(INVALID_USAGE, "blocking");
     CUcontext context = NULL;
@@ -145,6 +151,7 @@ static bool agrees(struct call *call, unsigned kind, unsigned type, unsigned roo
 static int queue(struct comm *comm, const char *op, unsigned kind, const void *from, void *to, size_t count, int type, int root,
                  CUstream stream) {
     if (comm->finalized) return refuse(INVALID_USAGE, "after-finalize");
+    // Init must be complete: the caller has polled until SUCCESS.
     if (comm->polls > 0 || !all_arrived(comm)) return refuse(INVALID_USAGE, "before-the-last-call-was-taken");
     if (!bytes_of(type)) return refuse(INVALID_ARGUMENT, "type");
     if (stream->status != CU_STREAM_CAPTURE_STATUS_NONE) return refuse(INVALID_USAGE, "while-capturing");

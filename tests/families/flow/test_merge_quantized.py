@@ -37,7 +37,7 @@ def test_files_have_comfyuis_format_and_loading_keeps_their_codes(
     adapter = make_adapter(base, "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(weights), "--adapter", str(adapter)]
     given += ["--vae", str(config.vae)]
-    given += [part for path in config.text_encoder for part in ("--text-encoder", str(path))]
+    given += [word for path in config.text_encoder for word in ("--text-encoder", str(path))]
     plain, written = tmp_path / "plain.safetensors", tmp_path / "written.safetensors"
     assert merge(given, plain) == 0
     assert merge(given, written, "--to", to) == 0
@@ -151,6 +151,7 @@ def test_an_adapter_is_merged_into_a_quantized_file(
 def test_a_note_is_printed_once_although_the_adapter_is_loaded_twice(
     flux_base: Path, sdxl_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # With --dataset, `merge` loads model and adapter for the first loss, and again to merge them.
     adapter = make_adapter(flux_base, "transformer", tmp_path / "plain.safetensors")
     path = tmp_path / "adapter.safetensors"
     metadata = {"trainable_candle.base_precision": "nf4"}

@@ -92,7 +92,7 @@ class TextFamily(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The entries of the model's `config.json`."""
+        """The entries of the model's `config.json`; `config` has the settings of the run."""
 
     @property
     def vocabulary(self) -> int:
@@ -102,7 +102,8 @@ class TextFamily(Protocol):
     def repeats(self) -> bool:
         """Whether packed rows of equal size run the same operations, whatever texts they contain.
 
-        CUDA graphs require it: no state of the host may depend on the lengths of the texts.
+        CUDA graphs require it: no state of the host may depend on the lengths of the texts. It has
+        nothing to do with the `repeats` of a data set.
         """
 
     @property

@@ -92,7 +92,7 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
         if len(text) > len(previous) and not text.endswith("\ufffd"):
             yield text[len(previous) :]
             start, end = end, len(ids)
-    # The tokens have ended inside a character.
+    # The tokens have ended inside a character, or the last ones have no text.
     if end < len(ids):
         rest = tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:end])) :]
         if rest:
