@@ -1,6 +1,7 @@
 """Test optimizers, their states and groups, gradient clipping, loss scaling and schedules."""
 
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -407,3 +408,10 @@ def test_wrong_arguments_of_schedules_are_errors():
 def test_the_error_for_a_module_says_to_pass_its_parameters() -> None:
     with pytest.raises(TypeError, match=r"AdamW: params is a Linear, .*pass its parameters\(\)"):
         tc.optim.AdamW(tc.nn.Linear(2, 2))
+
+
+def test_variables_may_be_the_values_of_any_mapping() -> None:
+    variables = {"a": tc.Var(tc.ones((2,))), "b": tc.Var(tc.ones((3,)))}
+    found = repr(optim.SGD(MappingProxyType(variables), lr=0.1))
+    assert found == repr(optim.SGD(variables, lr=0.1))
+    assert "(5 parameters" in found

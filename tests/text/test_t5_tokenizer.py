@@ -186,6 +186,13 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         T5Tokenizer.from_pretrained(tmp_path)
 
 
+def test_a_piece_without_text_is_an_error() -> None:
+    # Field 1 of the model is a piece: here one with only a type (field 3), normal (1).
+    piece = bytes([3 << 3, 1])
+    with pytest.raises(ValueError, match="piece 0 of the SentencePiece model has no text"):
+        sentencepiece.parse(bytes([1 << 3 | 2, len(piece)]) + piece)
+
+
 def test_a_damaged_table_of_characters_is_a_format_error(tmp_path: Path) -> None:
     damaged = bytearray(model_bytes())
     table = sentencepiece.parse(bytes(damaged)).charsmap

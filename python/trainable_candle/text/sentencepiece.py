@@ -59,7 +59,10 @@ def _parse(data: bytes) -> UnigramModel:
             fields = dict(_fields(value))
             if fields.get(_TYPE, _NORMAL) == _UNKNOWN:
                 unknown = len(pieces)
-            pieces.append((fields[_TEXT].decode(), fields.get(_SCORE, 0.0)))
+            text = fields.get(_TEXT)
+            if not isinstance(text, bytes):
+                raise ValueError(f"piece {len(pieces)} of the SentencePiece model has no text")
+            pieces.append((text.decode(), fields.get(_SCORE, 0.0)))
         elif number == _TRAINER:
             kind = dict(_fields(value)).get(_MODEL_TYPE, _UNIGRAM)
         elif number == _NORMALIZER:

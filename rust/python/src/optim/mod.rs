@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyDictMethods};
+use pyo3::types::{PyDict, PyMapping, PyMappingMethods};
 use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, StateDict};
@@ -205,7 +205,7 @@ impl Optimizer {
 const ITERABLE: PyStaticExpr = type_hint_identifier!("collections.abc", "Iterable");
 const VARIABLES: PyStaticExpr = type_hint_subscript!(ITERABLE, Var::TYPE_HINT);
 
-/// Variables from any iterable, or from the values of a dict.
+/// Variables from any iterable, or from the values of a mapping.
 pub struct Variables(pub(crate) Vec<tc::Var>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
@@ -224,7 +224,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
     }
 }
 
-/// The items of an iterable, or the values of a dict.
+/// The items of an iterable, or the values of a mapping.
 ///
 /// # Errors
 /// `ArgumentError` for a tensor: iteration over it would yield its slices, which are no variables. `TypeError` if
@@ -233,8 +233,8 @@ fn items<'py>(object: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
     if object.is_instance_of::<Tensor>() {
         return Err(tc::Error::argument("parameters", "found one tensor, expected a list of Vars").into());
     }
-    if let Ok(dict) = object.cast::<PyDict>() {
-        return Ok(dict.values().iter().collect());
+    if let Ok(mapping) = object.cast::<PyMapping>() {
+        return Ok(mapping.values()?.iter().collect());
     }
     Ok(object.try_iter()?.collect::<PyResult<_>>()?)
 }
