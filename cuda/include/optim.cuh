@@ -71,7 +71,7 @@ struct Clip {
 // The state of dynamic loss scaling, in device memory.
 struct LossScale {
     double scale;
-    uint64_t growth_tracker; // the number of consecutive steps with finite gradients, since the scale last changed
+    uint64_t growth_tracker; // the number of consecutive steps with finite gradients (see gradient.cu)
 };
 
 // The number of elements that one thread handles at a time: in f32, they have 16 bytes.
