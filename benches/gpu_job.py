@@ -228,9 +228,9 @@ def main() -> None:
         raise SystemExit(f"no CUDA: {reason}")
     job = JOBS[given.model]
     work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_job_"))
-    # The number of steps between two saves, previews and validations of "everything".
+    # The number of steps between two saves, previews and validations in the command "everything".
     every = str(max(10, job.steps // 10))
-    parts: dict[str, Callable[[], None]] = {
+    commands: dict[str, Callable[[], None]] = {
         "cold": lambda: train(job, work, "cold", job.steps),
         "warm": lambda: train(job, work, "warm", job.steps),
         "resume": lambda: train(job, work, "cold", job.steps + 20, "--resume", "latest"),
@@ -243,7 +243,7 @@ def main() -> None:
         "merge": lambda: merge(job, work),
         "verify": lambda: verify(job, work),
     }  # fmt: skip
-    wanted = [name for name in given.only.split(",") if name] or list(parts)
+    wanted = [name for name in given.only.split(",") if name] or list(commands)
     try:
         if not (work / job.name).exists():
             started = time.perf_counter()
@@ -254,7 +254,7 @@ def main() -> None:
             full_size.write_images(work / "images")
             print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
-            parts[name]()
+            commands[name]()
         if not given.no_torch and timing.find_torch() is not None:
             peer = str(Path(__file__).with_name("job_peer.py"))
             settings = ["--steps", str(job.draw_steps)]

@@ -148,6 +148,7 @@ class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
 
     def __init__(self, mode: bool) -> None:
         self._mode = bool(mode)
+        # As in torch, `__exit__` restores the mode before this call, not the mode on entry.
         self._earlier = _switch(self._mode)
 
     def _recreate_cm(self) -> "set_grad_enabled":

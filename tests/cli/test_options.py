@@ -164,16 +164,16 @@ VALUES: dict[str, Any] = {
 
 
 def parse(*arguments: str) -> TrainConfig:
-    return read_config(make_parser("train-lora", rare=False).parse(arguments))  # rare: help only
+    return read_config(make_parser("train-lora", rare=False).parse(arguments))  # rare: in help only
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
     _, setting = settings()[name]  # the type and the description
     if isinstance(value, bool):
         return [flag(name) if value else f"--no-{flag(name)[2:]}"]
-    if setting.several:
+    if setting.several:  # one flag, then all values
         return [flag(name), *value]
-    if setting.texts:
+    if setting.texts:  # a flag for each text, which may contain commas
         return [part for text in value for part in (flag(name), text)]
     return [flag(name), ",".join(value) if isinstance(value, list) else str(value)]
 
@@ -317,7 +317,7 @@ def test_a_preset_sets_only_settings_that_are_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
     assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)  # The preset has rank 32.
-    # A given value overrides the preset even if it is the default, 16. `epochs` replaces `steps`.
+    # A given value overrides the preset even if it is the default, 16; `epochs` overrides `steps`.
     assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
     assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
     path = tmp_path / "run.yaml"

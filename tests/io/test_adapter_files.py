@@ -163,6 +163,7 @@ NAMES = {
         "down.weight",
         "up.weight",
     ),
+    # Written after the names with `processor`, and before those of peft.
     "middle diffusers": (f"unet.{LAYER}", "lora.down.weight", "lora.up.weight"),
     "ComfyUI": (
         "diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q",

@@ -48,7 +48,7 @@ def factors(shape: tuple[int, ...]) -> tuple[tc.Tensor, tc.Tensor]:
 
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return the dtype, the shape and the bytes of each tensor in a file, by its name."""
-    # f32 has all values of f16 and bf16.
+    # Conversion to f32 is exact for f16 and bf16, so equal bytes mean equal values.
     return {
         name: (str(tensor.dtype), tuple(tensor.shape), tensor.to("f32").numpy().tobytes())
         for name, tensor in tc.load_file(path).items()
@@ -85,8 +85,9 @@ def test_a_file_of_kohyas_scripts_for_sdxl_is_saved_unchanged(dtype: str, tmp_pa
     assert found == expected
 
 
-# The names of ai-toolkit's files for Flux: first diffusers' names, later those of the original
-# model. Both have no alphas.
+# The modules in ai-toolkit's files for Flux, by the format of this library that has the same names.
+# Its older versions use diffusers' names, newer ones those of the original model. Neither writes
+# alphas.
 # https://github.com/ostris/ai-toolkit/blob/main/toolkit/network_mixins.py
 DOUBLE, SINGLE = "transformer_blocks.1", "single_transformer_blocks.0"
 AI_TOOLKIT = {
@@ -116,13 +117,13 @@ def test_a_file_of_ai_toolkit_for_flux_is_saved_unchanged(
     model = tc.models.FluxTransformer.from_pretrained(GOLDEN / "flux" / "transformer", dtype="f32")
     original = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(original, {"transformer": model})
-    named = tc.load_file(original) if format == "comfyui" else model.named_tensors()
+    weights = tc.load_file(original) if format == "comfyui" else model.named_tensors()
     prefix = "model.diffusion_model." if format == "comfyui" else ""
     tc.manual_seed(0)
     tensors = {}
     for module in AI_TOOLKIT[format]:
         layer = module.partition(".")[2]
-        down, up = factors(tuple(named[f"{prefix}{layer}.weight"].shape))
+        down, up = factors(tuple(weights[f"{prefix}{layer}.weight"].shape))
         tensors[f"{module}.lora_A.weight"] = down.to(dtype)
         tensors[f"{module}.lora_B.weight"] = up.to(dtype)
     path, again = tmp_path / "ai-toolkit.safetensors", tmp_path / "again.safetensors"
@@ -131,7 +132,7 @@ def test_a_file_of_ai_toolkit_for_flux_is_saved_unchanged(
     assert adapter.save(again, format=format, dtype=dtype) == []
     found, expected = contents(again), contents(path)
     if format == "comfyui":
-        # This format has alphas; those of a file without them are the ranks, for a scale of 1.
+        # Unlike the original file, this format has alphas. They equal the ranks: the scale is 1.
         alphas = {name: tc.load_file(again)[name].item() for name in found.keys() - expected.keys()}
         assert alphas == {f"{module}.alpha": RANK for module in AI_TOOLKIT[format]}
         found = {name: value for name, value in found.items() if name not in alphas}

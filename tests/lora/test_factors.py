@@ -47,7 +47,8 @@ def test_the_rank_follows_from_the_kept_share_of_squared_singular_values() -> No
         assert truncate(factors, 3, keep).rank == rank
 
 
-# `approximate` uses a random matrix if the shorter side is more than four times the rank, here 32.
+# `approximate` uses a random matrix if the shorter side is more than four times the rank. The rank
+# is 8 here, so the first two shapes use one.
 @pytest.mark.parametrize("shape", [(200, 150), (40, 300), (16, 16)])
 def test_approximate_finds_nearly_the_nearest_product(shape: tuple[int, int]) -> None:
     matrix = decaying(*shape)

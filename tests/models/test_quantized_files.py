@@ -39,6 +39,7 @@ def test_fp8_codes_are_quantized_again_to_another_format(form: str, tmp_path: Pa
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
     name = "transformer_blocks.0.attn.to_q.weight"
     difference = np.abs(model.named_tensors()[name].numpy() - expected[name]).max()
+    # int8 rounds by at most half a step: 1 / 254 of the largest magnitude in the row.
     assert 0 < difference < np.abs(expected[name]).max() / 100
 
 
@@ -61,8 +62,8 @@ def packed(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]
 
     The scales are quantized, too.
     """
-    found = tc.quantize(tc.tensor(values), "nf4")
-    parts = {key: tensor.numpy() for key, tensor in found.tensors().items()}
+    quantized = tc.quantize(tc.tensor(values), "nf4")
+    parts = {key: tensor.numpy() for key, tensor in quantized.tensors().items()}
     state = {
         "quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(values.shape),
         "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(parts["offset"]),
@@ -76,7 +77,7 @@ def packed(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]
         f"{name}.quant_map": ("F32", (16,), QUANTILES.tobytes()),
         f"{name}.quant_state.bitsandbytes__nf4": ("U8", (len(text),), text),
     }
-    return tensors, found.dequantize().numpy()
+    return tensors, quantized.dequantize().numpy()
 
 
 # The values of the 16 codes of NF4.
@@ -99,7 +100,7 @@ def tensors_of_bitsandbytes(
 ) -> tuple[dict[str, Entry], dict[str, np.ndarray]]:
     """Return the tensors of the golden transformer in NF4, and the rounded values.
 
-    `storage` is the dtype whose tensors hold the codes' bytes (`bnb_4bit_quant_storage`).
+    `storage` is the dtype of the tensors that hold the codes as bytes (`bnb_4bit_quant_storage`).
     """
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     tensors: dict[str, Entry] = {}
@@ -109,9 +110,9 @@ def tensors_of_bitsandbytes(
         expected[name] = values
         if values.ndim == 2 and "transformer_blocks." in name:
             entries, expected[name] = packed(name, values)
-            _, (count, _), codes = entries[name]
+            _, (byte_count, _), codes = entries[name]
             size = {"U8": 1, "BF16": 2, "F32": 4}[storage]
-            tensors |= entries | {name: (storage, (count // size, 1), codes)}
+            tensors |= entries | {name: (storage, (byte_count // size, 1), codes)}
         else:
             tensors[name] = ("F32", values.shape, values.tobytes())
     return tensors, expected
@@ -287,6 +288,7 @@ def test_facts_name_the_format_of_the_codes_unless_a_weight_has_none(
     ("changes", "described"),
     [
         ({"quant_method": "gptq"}, '"gptq"'),
+        # Neither `load_in_4bit` nor `load_in_8bit`: the type alone says nothing.
         ({"load_in_4bit": False}, r'"bitsandbytes" \(nf4\)'),
         ({"bnb_4bit_quant_type": "fp4"}, r'"bitsandbytes" \(fp4\)'),
         ({"bnb_4bit_quant_type": None}, r'"bitsandbytes" \(fp4\)'),  # fp4 is the default

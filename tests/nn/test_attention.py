@@ -129,8 +129,8 @@ def test_results_equal_those_of_torch(batch_first: bool, need_weights: bool) -> 
     torch = pytest.importorskip("torch")
     module = make_module(batch_first=batch_first)
     theirs = torch.nn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64)
-    names = module.named_parameters()
-    theirs.load_state_dict({n: torch.from_numpy(v.numpy()) for n, v in names.items()})
+    parameters = module.named_parameters()
+    theirs.load_state_dict({n: torch.from_numpy(v.numpy()) for n, v in parameters.items()})
     query_shape = (B, L, E) if batch_first else (L, B, E)
     key_shape = (B, S, E) if batch_first else (S, B, E)
     x, y = RNG.standard_normal(query_shape), RNG.standard_normal(key_shape)
@@ -150,6 +150,7 @@ def test_results_equal_those_of_torch(batch_first: bool, need_weights: bool) -> 
         )
         a, b = torch.from_numpy(x), torch.from_numpy(y)
         expected = theirs(a, b, b, need_weights=need_weights, **their_masks)
+        # Each is a pair: the output and the attention weights.
         for ours, wanted in zip(found, expected, strict=True):
             # Without `need_weights`, torch's weights are None.
             if need_weights or wanted is not None:

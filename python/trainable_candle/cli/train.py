@@ -125,8 +125,8 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
         source = f"{path} with the flags given" if flags else str(path)
         stored = read_settings(path)
         if LENGTHS & flags.keys():
-            # A run's config.yaml has `steps` even if the length was given in epochs. So a length
-            # in the flags replaces every length in the file.
+            # `LENGTHS` are `steps` and `epochs`. A run's config.yaml has `steps` even if the user
+            # gave `epochs`. So one of them in the flags replaces both in the file.
             stored = {name: value for name, value in stored.items() if name not in LENGTHS}
         values = {**stored, **flags}
     preset = values.pop(PRESET, None)

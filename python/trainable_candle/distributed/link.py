@@ -228,7 +228,7 @@ class Link:
             done.set()
             # The thread is blocked in `accept` and keeps the port: wake it up.
             knock(self._world.address)
-            acceptor.join(GRACE)
+            acceptor.join(GRACE)  # more than `accept` needs to return
             listener.close()
         # `_welcome` has answered once on each connection. A second answer, on the connection for
         # messages, tells each rank that all processes have connected.
@@ -271,6 +271,8 @@ class Link:
 
         The processes at the `rejected` connections and those already connected get the reason.
         """
+        # A process that has made both connections waits for the second answer on the one in
+        # `_data`.
         for connection in [*rejected, *self._data.values()]:
             with suppress(OSError):
                 connection.send_bytes(json.dumps({"failure": reason}).encode())
@@ -366,7 +368,7 @@ class Link:
                         return
                     beat, heard_at = message, time.monotonic()
                 silent = time.monotonic() - heard_at
-                age = beat["age"] + silent
+                age = beat["age"] + silent  # seconds since the phase of `rank` began
                 limit = beat["limit"]
                 if limit is not None and age > limit + GRACE:
                     self.fail(f"rank {rank} has been busy with {beat['phase']} for {age:.0f} s")

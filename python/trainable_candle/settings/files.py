@@ -37,8 +37,9 @@ class Files(Group):
     )
     contradictions: ClassVar = (_no_file_name,)
 
-    # `rare`: the short help omits the setting. `free`: a resumed run with another value still
-    # repeats the earlier run. `path`: in a YAML file, the value is relative to the file's folder.
+    # `rare`: the short help omits the setting. `free`: a resumed run may change the value and still
+    # compute what the earlier run would have. `path`: in a YAML file, the value is relative to the
+    # file's folder.
     name: Annotated[
         str,
         Setting(

@@ -30,17 +30,17 @@ class Row:
     """One line of a file, or one entry of a JSON list."""
 
     place: str
-    """The file and the line's number, for error messages: `chats.jsonl, line 7`."""
+    """The file and the number of the line or entry, for messages: `chats.jsonl, line 7`."""
     values: dict[str, Any]
     """The values of the line's fields, by name."""
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that cannot be read."""
+    """A line or an entry that cannot be read."""
 
     place: str
-    """The file and the line's number, as in `Row`."""
+    """The file and the number of the line or entry, as in `Row`."""
     reason: str
     """The end of a sentence that begins with `place`: `is not JSON: ...`."""
 
@@ -160,7 +160,8 @@ def _table(path: Path) -> Iterator[Row | BadRow]:
         try:
             for values in reader:
                 place = f"{path.name}, line {reader.line_num}"
-                # `DictReader` stores surplus fields under the name None, and None for missing ones.
+                # `DictReader` stores surplus fields under the key None, and missing fields with the
+                # value None.
                 if None in values or None in values.values():
                     yield BadRow(place, "has another number of fields than the first line")
                 else:

@@ -106,7 +106,11 @@ class SDXL(PipelineFamily[TextEncoders]):
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """Return the number of values in `_HELD_MAPS` feature maps of `latents` pixels each."""
+        """Return the number of values that the UNet holds at once; see `_HELD_MAPS`.
+
+        Args:
+            latents: the number of pixels of the latents.
+        """
         return int(_HELD_MAPS * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
