@@ -39,13 +39,13 @@ def calls(cuda: Any, **constants: str) -> dict[str, tuple[list[str], list[tuple[
     # The simulated libraries reject no call.
     assert run.of("refused") == []
     found = {}
-    for part in ("forward", "backward"):
-        of_part = run.after(part)  # up to the next mark
+    for mark in ("forward", "backward"):
+        log = run.after(mark)  # up to the next mark
         words = ("codes", "quantize", "sums")
-        kernels = [name for name in of_part.launches if any(word in name for word in words)]
+        kernels = [name for name in log.launches if any(word in name for word in words)]
         fields = ("m", "n", "k", "types", "epilogue", "fast")
-        products = [tuple(call[field] for field in fields) for call in of_part.of("product")]
-        found[part] = (kernels, products)
+        products = [tuple(call[field] for field in fields) for call in log.of("product")]
+        found[mark] = (kernels, products)
     return found
 
 
@@ -115,6 +115,6 @@ def test_queries_keys_and_values_are_one_product(cuda: Any) -> None:
     )
     assert run.of("refused") == []
     products = [call for call in run.after("forward").of("product") if call["types"] == TO_BF16]
-    # Each of the 11 transformer blocks of the small SDXL has a self-attention. Its queries, keys
-    # and values have k columns each, so their common product has m = 3 k.
+    # Each of the 11 transformer blocks of the small SDXL has a self-attention. The weights of its
+    # queries, keys and values are k x k, so their common product has m = 3 k.
     assert sum(int(call["m"]) == 3 * int(call["k"]) for call in products) == 11

@@ -86,8 +86,8 @@ def test_a_file_of_kohyas_scripts_for_sdxl_is_saved_unchanged(dtype: str, tmp_pa
 
 
 # The modules in ai-toolkit's files for Flux, by the format of this library that has the same names.
-# Its older versions use diffusers' names, newer ones those of the original model. Neither writes
-# alphas.
+# Older versions of ai-toolkit use diffusers' names, newer ones those of the original model. Neither
+# writes alphas.
 # https://github.com/ostris/ai-toolkit/blob/main/toolkit/network_mixins.py
 DOUBLE, SINGLE = "transformer_blocks.1", "single_transformer_blocks.0"
 AI_TOOLKIT = {

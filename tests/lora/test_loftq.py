@@ -68,11 +68,11 @@ def test_the_product_and_the_quantized_weight_are_those_of_peft(iterations: int)
     """
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("peft.utils.loftq_utils")
-    exact = weight()
-    quantized, factors = loftq(tc.tensor(exact), 24, iterations=iterations)
+    exact, rank = weight(), 24
+    quantized, factors = loftq(tc.tensor(exact), rank, iterations=iterations)
 
     # What the quantized weight must represent: first all of W, then W without the product.
-    rest, rank = torch.tensor(exact), 24
+    rest = torch.tensor(exact)
     for _ in range(iterations):
         rounded = torch.tensor(tc.quantize(tc.tensor(rest.numpy()), "nf4").dequantize().numpy())
         found = utils._low_rank_decomposition(torch.tensor(exact) - rounded, rank)
@@ -117,8 +117,8 @@ def test_a_run_with_loftq_starts_nearer_to_the_original_model(model: str) -> Non
     assert 0 < errors["loftq"] < 0.9 * errors["default"]
 
 
-# Each row is added to `init: loftq`. The last two rows replace `init`, because `qat`, too, is
-# checked against the settings of the base and of the adapter.
+# Each row is added to `init: loftq`. The last two rows replace `init`: they test contradictions of
+# `qat` with settings of the base and of the adapter.
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

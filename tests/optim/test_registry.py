@@ -57,6 +57,7 @@ def test_wrong_arguments_are_reported(kind: Callable[..., optim.Optimizer]) -> N
 
 
 def test_an_unknown_kind_is_an_error() -> None:
+    # The message lists the kinds in the order of the registry.
     with pytest.raises(tc.ArgumentError, match='"Ada", expected one of AdamW8bit, '):
         optim.Optimizer("Ada", [tc.Var([1.0])], {})
 

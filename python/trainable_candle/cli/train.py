@@ -83,8 +83,8 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
             f"gpus: {gpus} selects GPUs, and --device cpu uses none; give the number of "
             "processes, or leave --device out"
         )
-    # With `--device cpu`, `--gpus` is a number of processes.
-    numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus)))
+    # With `--device cpu`, `--gpus` is a number of processes, and `launch` only counts the indices.
+    indices = chosen_gpus(gpus) if on_gpu else list(range(int(gpus)))
     output = Path(config.output).expanduser()
     # An expensive import, after the other checks.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
@@ -92,7 +92,7 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
     # The check that the output folder is apart from the data sets must precede `launch`, whose
     # processes write logs into the output folder.
     require_apart(config, output)
-    return launch(arguments, numbers, on_gpu=on_gpu, output=output)
+    return launch(arguments, indices, on_gpu=on_gpu, output=output)
 
 
 def make_parser(program: str, *, rare: bool) -> Parser:

@@ -86,8 +86,8 @@ def parse_sources(
 def _replaced_by_kohya_folders(source: Source, where: str) -> tuple[Source, ...]:
     """Replace a source by the folders inside it whose names give repeats and class.
 
-    Return the source alone if there are no such folders, or if `parse_sources` does not replace it.
-    `where` is the start of error messages.
+    Return the source alone if there are no such folders, if it has images or a metadata file, or if
+    it sets `repeats` or `recursive`. `where` is the start of error messages.
 
     Raises:
         DatasetError: the folder is the output of a run.
