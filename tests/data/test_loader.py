@@ -44,7 +44,8 @@ def test_shuffling_follows_the_seed_and_takes_each_item_once() -> None:
     tc.manual_seed(5)
     first, second = numbers(loader), numbers(loader)
     tc.manual_seed(5)
-    assert numbers(loader) == first != second
+    assert numbers(loader) == first
+    assert first != second
     assert sorted(number for batch in first for number in batch) == list(range(10))
 
 
@@ -120,7 +121,8 @@ def test_orders_are_drawn_from_the_given_generator() -> None:
     loader = DataLoader(ROWS, 3, shuffle=True, generator=generator)
     first, second = numbers(loader), numbers(loader)
     generator.manual_seed(1)
-    assert numbers(loader) == first != second
+    assert numbers(loader) == first
+    assert first != second
     parts = random_split(ROWS, [6, 4], generator=generator.manual_seed(2))
     again = random_split(ROWS, [0.6, 0.4], generator=generator.manual_seed(2))
     assert [part.indices for part in parts] == [part.indices for part in again]

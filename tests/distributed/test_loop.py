@@ -69,8 +69,8 @@ tc.distributed.close()
 """
 
 # The batches have different weights, by which the trainer multiplies their losses. The trainer also
-# passes the weight, times a common factor, to the loss as `share`. The loss reads `share`, but does
-# not depend on it.
+# passes the weight, times a common factor, to the loss as `share`. The loss reads `share`, which
+# fails if the trainer does not pass it, but the value of the loss does not depend on it.
 TRAINER = """
 group = make_group(from_environment(), "cpu", facts={})
 seen = []

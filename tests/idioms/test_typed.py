@@ -61,12 +61,12 @@ def test_properties_of_a_tensor_have_types() -> None:
 
 def test_methods_that_change_shape_or_dtype_have_types() -> None:
     x = tc.randn(3, 4)
-    shapes = [
+    found = [
         x.view(4, 3), x.reshape(-1), x.permute(1, 0), x.transpose(0, 1), x.flatten(), x.T,
         x.expand(2, 3, 4), x.unsqueeze(-1), x.squeeze(), x.chunk(2, 1)[0], x.split(2, dim=1)[1],
         tc.cat([x, x], dim=1), tc.stack((x, x)), x.flip(0), x.roll(1, 0), x.repeat(2, 1),
     ]  # fmt: skip
-    assert [y.shape for y in shapes[:3]] == [(4, 3), (12,), (4, 3)]
+    assert [y.shape for y in found[:3]] == [(4, 3), (12,), (4, 3)]
     values, indices = x.topk(2)
     assert values.shape == (3, 2)
     assert indices.dtype == tc.int64

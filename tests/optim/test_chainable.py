@@ -161,7 +161,7 @@ class WithLastEpoch:
 @pytest.mark.filterwarnings("ignore")
 def test_a_scheduler_continues_from_last_epoch_if_groups_have_initial_rates(case: str) -> None:
     o = optimizer()
-    uninterrupted = CASES[case](ours, o)
+    uninterrupted = CASES[case](ours, o)  # puts "initial_lr" into the groups of `o`
     # A new scheduler with `last_epoch=9` is at epoch 10, and expects that the optimizer has the
     # rates of this epoch already.
     rates(uninterrupted, 10)

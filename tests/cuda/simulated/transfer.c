@@ -31,7 +31,7 @@ static CUresult to_host(const char *call, void *to, CUdeviceptr from, size_t byt
     struct CUgraphNode_st node = {.kind = COPY, .to = to, .from = simulated_host(from), .bytes = bytes};
     return transfer(call, stream, node, to, simulated_owner(from), -1);
 }
-static CUresult within(const char *call, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+static CUresult device_to_device(const char *call, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     TRY(check(call, to, bytes));
     TRY(check(call, from, bytes));
     struct CUgraphNode_st node = {.kind = COPY, .to = simulated_host(to), .from = simulated_host(from), .bytes = bytes};
@@ -50,11 +50,11 @@ CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream st
     LOCKED(to_host("cuMemcpyDtoHAsync", to, from, bytes, stream));
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    LOCKED(within("cuMemcpyDtoDAsync", to, from, bytes, stream));
+    LOCKED(device_to_device("cuMemcpyDtoDAsync", to, from, bytes, stream));
 }
-CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext there, CUdeviceptr from, CUcontext here, size_t bytes, CUstream stream) {
-    (void)there, (void)here;
-    LOCKED(within("cuMemcpyPeerAsync", to, from, bytes, stream));
+CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t bytes, CUstream stream) {
+    (void)to_context, (void)from_context;  // An address alone says which device has it.
+    LOCKED(device_to_device("cuMemcpyPeerAsync", to, from, bytes, stream));
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
     LOCKED(fill("cuMemsetD8Async", to, value, 1, count, stream));
