@@ -34,7 +34,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Return the names of builtin types that are hidden by a method of their class."""
+    """Return each use, within a class, of a builtin type that a method of the class hides."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):

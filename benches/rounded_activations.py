@@ -44,7 +44,7 @@ class Product:
     kind: str
     """The last part of the layer's name, such as "q_proj"."""
     weight: Any
-    """(outputs, inputs), as all tensors here torch's, in bf16 and on the CPU."""
+    """(outputs, inputs). All tensors of this class are torch's, in bf16 and on the CPU."""
     x: Any
     """The input, (tokens, inputs)."""
     grad: Any
@@ -85,7 +85,7 @@ def errors(product: Product, device: str) -> Iterator[tuple[str, float]]:
         y = linear(leaf, weight)
         return y.detach(), tc.grad((y * grad).to("f32").sum(), [leaf])[0]
 
-    def size(values: tc.Tensor) -> float:
+    def root_mean_square(values: tc.Tensor) -> float:
         return float((values * values).mean().item()) ** 0.5
 
     exact = both(*(moved(t, "f32") for t in (product.weight, product.x, product.grad)))
@@ -96,7 +96,8 @@ def errors(product: Product, device: str) -> Iterator[tuple[str, float]]:
         tc.set_w8a8(False)
         way = "bf16" if base is None else f"{base}, {'codes' if codes else 'values'}"
         for which, ours, truth in zip(("result", "gradient"), found, exact, strict=True):
-            yield f"{way}: {which}", size(ours.to("f32") - truth) / size(truth)
+            error = root_mean_square(ours.to("f32") - truth)
+            yield f"{way}: {which}", error / root_mean_square(truth)
 
 
 def main() -> None:

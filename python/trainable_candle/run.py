@@ -184,7 +184,7 @@ def _train_in(
             run_state.restore(output)
     group.barrier()
     start, step, config = _resumed(config, output)
-    # Repeat this: `_resumed` may have set the batch size that an earlier plan chose.
+    # `_with_share` did this, but `_resumed` may have set the batch size of an earlier plan since.
     config = _accumulating(config, group.size)
     first_callbacks: list[Callback] = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()

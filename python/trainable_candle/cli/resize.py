@@ -65,7 +65,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--keep",
         metavar="X",
-        type=share,
+        type=share,  # above 0 and at most 1
         help="fraction of each module's squared norm to keep, e.g. 0.95 (default: 1)",
     )
     add_output(group)  # `--output`, `--overwrite` and `--precision`

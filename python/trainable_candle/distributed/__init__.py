@@ -202,7 +202,7 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     if not named:
         return
     device = next(iter(named.values())).device
-    # `sum_gradients` also sums further numbers of each process; here, there are none to sum.
+    # `sum_gradients` also sums further numbers of each process. Here are none, so pass a zero.
     unused = tc.zeros((1,), dtype="f64", device=device)
     _group.sum_gradients(named, unused)
     # The summed gradients, in one or more flat vectors.

@@ -91,7 +91,9 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
 
 
 def _merge_file(source: Path, target: Path, unmerged: dict[str, Factors], result: Merged) -> None:
-    """Write a weight file with the adapter added, and count it; free its tensors when it returns.
+    """Write a weight file with the adapter added, and count the file in `result`.
+
+    The file's tensors are freed when this function returns.
 
     Args:
         source: the weight file.

@@ -105,6 +105,7 @@ class Flux(FlowFamily[FluxTexts]):
     # The scaling factor that the autoencoder must have.
     scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
+    # The shift of the noise levels grows with the size of the image.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer
 

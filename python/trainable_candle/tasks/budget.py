@@ -444,7 +444,7 @@ def _explored(
             costs = [_cost(found, budget) for found in plans if fits(found)]
             best_cost = min(costs, default=math.inf)
 
-            def is_worth_it(found: Plan, limit: float = first_blocks.GAIN * best_cost) -> bool:
+            def is_worth_it(found: Plan, limit: float = first_blocks.WORTH * best_cost) -> bool:
                 return _cost(first_blocks.without_recomputation(found), budget) <= limit
 
             ladder = [*earlier, least][start:]

@@ -213,7 +213,7 @@ def trained_model(
     """
     itemsize = ITEM_BYTES[config.precision]
     layers: Mapping[str, Shape] = facts.layers
-    # With `w8a8`, linear layers multiply 8-bit codes, and some models quantize fewer layers.
+    # Some models quantize fewer layers with `w8a8`, which makes linear layers multiply 8-bit codes.
     with multiplying_codes(config):
         loaded = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
     weights = Item(component, "weights", loaded)
@@ -256,10 +256,10 @@ def trained_model(
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
     """Return the memory that PiSSA takes in addition to the trained adapter.
 
-    The model also holds the adapter that is saved to files: it has twice the rank, as `computed`,
-    and its values and gradients are in f32. In the precision of the computation there are the
-    frozen start, which has the rank of the trained adapter, and the factors of each layer joined
-    with those of the start.
+    The model also holds the adapter that is saved to files. It has twice the rank, as `computed`
+    has, and its values and gradients are in f32. Besides, the model holds two copies in the
+    precision of the computation: the frozen start, which has the rank of the trained adapter; and
+    the factors of each layer joined with those of the start, which have twice that rank.
     """
     count, _ = computed.plan(dict(facts.layers), config.optimizer)
     start, joined = count // 2, count

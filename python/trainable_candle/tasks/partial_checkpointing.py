@@ -17,7 +17,7 @@ COUNT: Final = "checkpoint_blocks"
 """The setting with the number of blocks, from the first on, that are recomputed; None: all."""
 POLICIES: Final = ("full", "offload")
 """The policies that recompute whole blocks; they can be limited to the first blocks."""
-GAIN: Final = 0.99
+WORTH: Final = 0.99
 """Plans that recompute only the first blocks are tried as long as they may shorten a step to this
 share of the shortest known time, or to less."""
 OTHERS_POLICY: Final = "selective"
@@ -59,7 +59,8 @@ def plans_along_border(
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
-        is_worth_it: whether a plan that streams as much as the given one may be fast enough.
+        is_worth_it: whether any plan that streams as much as the given one, and recomputes fewer
+            blocks, may be fast enough.
     """
     counts = iter(_counts(blocks))
     count = next(counts, None)
@@ -93,7 +94,8 @@ def fewest(
     """
     most = choice[COUNT] or blocks
     # The next smaller number that `plans_along_border` tries does not fit: if it did, its plan
-    # would be the fastest. So the result is larger than that number.
+    # would be the fastest. So the result is larger than that number. If `plans_along_border` ended
+    # before that number, smaller numbers could shorten the step by less than 1 percent (`WORTH`).
     least = max((count for count in _counts(blocks) if count < most), default=0) + 1
     # Bisect: a plan that recomputes `most` blocks fits.
     while least < most:

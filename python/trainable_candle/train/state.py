@@ -192,7 +192,7 @@ class Draft:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the temporary folder; give an old checkpoint back its name, if it has lost it."""
+        """Remove the temporary folder; undo the renaming of an older checkpoint by `finish`."""
         _restore_name(self._folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
