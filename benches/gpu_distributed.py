@@ -107,11 +107,11 @@ def sdxl(device: str) -> Network:
 
 def flux(device: str, stream: int = 0) -> Network:
     # Titles begin with the model and the kind of checkpointing.
-    found = [case for case in cases() if case.title.startswith("flux-dev, full")]
-    model = model_of(found[0], device, stream_blocks=stream, stream_modulation=stream > 0)
+    case = next(case for case in cases() if case.title.startswith("flux-dev, full"))
+    model = model_of(case, device, stream_blocks=stream, stream_modulation=stream > 0)
     model.enable_gradient_checkpointing("full")
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LORA_LAYERS)
-    image, text, *others = inputs_of(found[0], device)
+    image, text, *others = inputs_of(case, device)
 
     def inputs(_number: int) -> dict[str, tc.Tensor]:
         shapes = {"sample": image.shape, "target": image.shape, "text": text.shape}
@@ -271,10 +271,10 @@ def start(
 def streamed(options: argparse.Namespace) -> None:
     """Train Flux on all GPUs, with blocks in host memory or in slices on the GPUs."""
     found = start(options.gpus, options, options.steps, accumulation=1, with_sums=False)
-    copies = "one copy for each process" if options.apart else "one copy for all"
-    copies = "in slices on the GPUs" if options.peers else copies
+    where = "one copy for each process" if options.apart else "one copy for all"
+    where = "in slices on the GPUs" if options.peers else where
     print(
-        f"{options.stream} blocks, {copies}: {found[0]['ms']:.1f} ms a step, loaded in "
+        f"{options.stream} blocks, {where}: {found[0]['ms']:.1f} ms a step, loaded in "
         f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB a GPU"
     )
     host = ", ".join(f"{result['host'] / 2**30:.2f}" for result in found)
@@ -305,7 +305,8 @@ def main() -> None:
         child(options)
         return
     if options.stream:
-        for peers in (False, True) if options.peers else (False,):
+        choices = (False, True) if options.peers else (False,)
+        for peers in choices:
             streamed(argparse.Namespace(**{**vars(options), "peers": peers}))
         return
     several = start(options.gpus, options, options.steps, accumulation=1, with_sums=True)
@@ -316,9 +317,10 @@ def main() -> None:
     for name, (alone, in_a_row) in first["sums"].items():
         print(f"sum of {name}: {alone:.3f} ms alone, {in_a_row:.3f} ms in a row")
     one = start(1, options, options.steps, accumulation=1, with_sums=False)[0]
-    ratio = options.gpus * one["ms"] / first["ms"]
+    # How many times as many samples a second as one GPU.
+    speedup = options.gpus * one["ms"] / first["ms"]
     print(
-        f"step: {one['ms']:.2f} ms on one GPU, {first['ms']:.2f} on {options.gpus}: {ratio:.3f} x"
+        f"step: {one['ms']:.2f} ms on one GPU, {first['ms']:.2f} on {options.gpus}: {speedup:.3f} x"
     )
     print(f"peak: {one['peak'] / 2**30:.2f} GiB, {first['peak'] / 2**30:.2f}")
     same = len({(tuple(each["losses"]), each["parameters"]) for each in several}) == 1

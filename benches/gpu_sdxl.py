@@ -94,11 +94,11 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
 
     sample, text, pooled = random(4, LATENT, LATENT), random(TOKENS, 2048), random(1280)
     target = tc.randn((count, 4, LATENT, LATENT), device=device)
-    times = tc.full((count,), 500.0, device=device)
+    timesteps = tc.full((count,), 500.0, device=device)
     sizes = tc.full((count, 6), 1024.0, device=device)
 
     def step() -> tc.Tensor:
-        found = model(sample, times, text, text_embeds=pooled, time_ids=sizes)
+        found = model(sample, timesteps, text, text_embeds=pooled, time_ids=sizes)
         loss = tc.nn.functional.mse_loss(found.to("f32"), target)
         loss.backward()
         optimizer.step()
@@ -123,12 +123,12 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         sample = torch.randn(count, 4, LATENT, LATENT, **half)
         text, pooled = torch.randn(count, TOKENS, 2048, **half), torch.randn(count, 1280, **half)
         target = torch.randn(count, 4, LATENT, LATENT)
-        times, sizes = torch.full((count,), 500.0), torch.full((count, 6), 1024.0)
+        timesteps, sizes = torch.full((count,), 500.0), torch.full((count, 6), 1024.0)
     optimizer = torch_optimizer(torch, parameters, case.optimizer)
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            found = model(sample, times, text, pooled, sizes)
+            found = model(sample, timesteps, text, pooled, sizes)
         torch.nn.functional.mse_loss(found.float(), target).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -160,13 +160,14 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
         gpu_timing.profiled(step, device)
     eager = gpu_timing.timed(step, device, machine.seconds)
     peak = tc.cuda.memory_stats(device)["peak_allocated"]
-    with tc.cuda.profile(device) as launches:
+    with tc.cuda.profile(device) as kernels:
         step()
     graph = gpu_timing.captured(step, device)
     if trace and machine.torch is not None:
         gpu_timing.traced(machine.torch, graph, device)
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     tc.cuda.empty_cache(device)
+    # A graph keeps its memory reserved between replays, so this is what the step needs as a graph.
     reserved = tc.cuda.memory_stats(device)["reserved"]
     # The time of the step's operations at the rate of a large matrix product. The bytes that the
     # step moves are not counted.
@@ -175,7 +176,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     print(
         f"{case.title}{gpu_timing.on(machine)}: {times}; "
         f"peak {peak / GIB:.2f} GiB, as a graph {reserved / GIB:.2f}; "
-        f"{launches.launches} launches, kernels {launches.milliseconds:.1f} ms; "
+        f"{kernels.launches} launches, kernels {kernels.milliseconds:.1f} ms; "
         f"first step {first:.1f} s",
         flush=True,
     )
@@ -210,7 +211,8 @@ def run_long(case: Case, device: str, steps: int) -> None:
         times.append(time.perf_counter() - started)
         stats = tc.cuda.memory_stats(device)
         memory.append((stats["allocated"], stats["reserved"]))
-    # The `tenth` steps before `first` record the graph and warm up.
+    # The loop runs `tenth` extra steps first, which record the graph and warm up. They are not
+    # among the `steps` that are compared.
     first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
     change = [end - begin for begin, end in zip(memory[tenth], memory[-1], strict=True)]
     tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)

@@ -38,8 +38,8 @@ orange, a colour that no training image has.
 """
 WORDS = """## Pig Latin
 
-The built-in language model knows twelve tasks on made-up words. The LoRA teaches it one more, and
-both are judged on words that they have not seen.
+The built-in language model knows twelve tasks on made-up words. The LoRA teaches it one more.
+The answers without and with the LoRA are judged, on words that are in no training data.
 """
 DEMOS: dict[str, tuple[str, Callable[..., Any]]] = {
     "digits": (DIGITS, lambda output, **options: run.run(output, **options).verdict),

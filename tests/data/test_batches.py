@@ -52,8 +52,8 @@ def test_a_batch_has_one_group_and_every_item_occurs_equally_often(size: int) ->
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
     assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
-    # In `size` epochs, a group of n items occurs n * `size` times, which fills n whole batches. So
-    # the batches of 10 * `size` epochs contain each item exactly 10 * `size` times.
+    # In `size` epochs, the n items of a group occur n * `size` times in all, which fills n whole
+    # batches. So the batches of 10 * `size` epochs contain each item exactly 10 * `size` times.
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )

@@ -129,6 +129,7 @@ def test_an_incomplete_entry_is_not_left_behind(images: MakeImages, tmp_path: Pa
 def test_the_cache_of_images_on_a_read_only_disk_is_in_the_output_folder(
     images: MakeImages, tmp_path: Path, small_disk: Path
 ) -> None:
+    # The function writes to a folder below `tmp_path`, where the disk is mounted.
     images(small_disk.name, (64, 64))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     data = load(small_disk)

@@ -125,5 +125,6 @@ def test_blocks_of_a_gguf_file_are_loaded_without_their_values(model: Path, tmp_
         entries.append(Entry(gguf_name, tuple(tensor.shape), kind, partial(tensor.to, "f32")))
     with path.open("wb") as file:
         write(file, model_facts(json.loads((model / "config.json").read_text())), entries)
-    # A weight in q8_0 takes 8.5 bits, of 16 in bf16.
+    # A block of q8_0 is 32 codes of 8 bits and an f16 scale: 8.5 bits for each element, of 16 in
+    # bf16.
     assert 0.5 < peak(path, None) / size_in_bf16(model) < 0.75

@@ -149,7 +149,7 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         CLIPTokenizer.from_pretrained(tmp_path)
 
 
-def test_the_shipped_vocabulary_has_its_size() -> None:
+def test_the_shipped_vocabulary_has_the_size_of_the_published_one() -> None:
     lines = gzip.decompress(MERGES.read_bytes()).decode().splitlines()
     # The first line has the version. The tokens are 256 bytes, the same at the end of a word, the
     # merges, and the start and end tokens.

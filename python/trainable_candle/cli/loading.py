@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
-    """Add the flags for `load_model`, whose caller makes `dtype` from the flag `--precision`.
+    """Add the flags that `load_model` reads, and `--precision`, from which its caller sets `dtype`.
 
     Args:
         group: the group of flags to which these are added.

@@ -41,9 +41,10 @@ class ZImageTexts:
     """
 
     def __init__(self, family: ZImage) -> None:
-        count = family.facts.parts["text_encoder"].config["num_hidden_layers"]
-        # With `thinks`, the prompt in the chat template lets the answer begin with thoughts.
-        self._qwen3 = Qwen3(family, [count - 1], thinks=True)
+        layer_count = family.facts.parts["text_encoder"].config["num_hidden_layers"]
+        # `Qwen3` counts layers from 1, so this is the last layer but one. With `thinks`, the chat
+        # template does not end with the empty thoughts that keep the answer from having any.
+        self._qwen3 = Qwen3(family, [layer_count - 1], thinks=True)
 
     def _tokens(self, caption: str) -> list[int]:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
@@ -152,8 +153,9 @@ class ZImage(FlowFamily[ZImageTexts]):
             conditions["encoder_hidden_states"],
             1.0 - times / 1000.0,
             conditions["lengths"],
-            # A single text is padded only to the next multiple of 32 tokens, so no mask is needed.
-            # In a batch, shorter texts may be padded further.
+            # Attention reads a text's padding up to the next multiple of 32 tokens. A single text
+            # has no more padding than that, so no mask is needed. In a batch, shorter texts may
+            # have more, which a mask hides.
             rows_are_full=sample.shape[0] == 1,
         )
         return -predicted

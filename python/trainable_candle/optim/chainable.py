@@ -376,7 +376,7 @@ class PolynomialLR(ChainableScheduler):
         super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        remaining = self.total_iters - self.last_epoch
+        remaining = self.total_iters - self.last_epoch  # one less than in the previous epoch
         if remaining < 0:
             return lrs
         return [lr * (remaining / (remaining + 1)) ** self.power for lr in lrs]

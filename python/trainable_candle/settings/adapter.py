@@ -16,7 +16,8 @@ from trainable_candle._core import choices
 from trainable_candle.errors import MissingFileError
 from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
-from trainable_candle.settings.initial import DEFAULT, INITS, contradiction
+from trainable_candle.settings.initial import DEFAULT as DEFAULT_INIT
+from trainable_candle.settings.initial import INITS, contradiction
 from trainable_candle.settings.machine import EIGHT_BITS, PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
@@ -136,7 +137,7 @@ class Adapter(Group):
             choices=INITS,
             rare=True,
         ),
-    ] = DEFAULT
+    ] = DEFAULT_INIT
     initial_adapter: Annotated[
         str | None,
         Setting(

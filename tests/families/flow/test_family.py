@@ -72,6 +72,7 @@ def test_captions_are_encoded_once_and_then_the_encoders_are_freed(
     assert isinstance(task, LatentTask)
     family, data = task.family, task.read(lambda _: None)
     texts, prompts = prepare_texts(family, data, ["a dog"], lambda _: None, ALONE)
+    # Both are cached properties, which `vars` has while they are loaded.
     assert {"encoders", "model"}.isdisjoint(vars(family))
     captions = sorted(set(data.train.possible_captions()))
     assert "" in captions

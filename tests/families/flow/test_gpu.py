@@ -43,7 +43,7 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
     configure: Callable[..., TrainConfig],
     tmp_path: Path,
 ) -> None:
-    """Previews between the steps, which turn the training adapter off, do not change the losses.
+    """Losses are near also after previews between the steps, which turn the training adapter off.
 
     A training adapter is a frozen adapter that is applied in training steps only, besides the
     trained one. On the GPU, the steps are CUDA graphs that include the training adapter.
@@ -58,9 +58,10 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
     # The adapter of a short first run is the training adapter of the two compared runs. A
     # `max_grad_norm` of 0 does not limit the gradients.
     losses("first", "cpu", steps=2, learning_rate=1e-2, max_grad_norm=0.0)
-    training = {"training_adapter": str(tmp_path / "first" / "adapter.safetensors")}
-    expected, found = losses("cpu", "cpu", **training), losses("gpu", gpu, **training)
+    given = {"training_adapter": str(tmp_path / "first" / "adapter.safetensors")}
+    expected, found = losses("cpu", "cpu", **given), losses("gpu", gpu, **given)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+    # The GPU also draws with the adapter that was trained on it.
     task = families.load(name, base, "f32", gpu)
     task.load_adapter(tmp_path / "gpu" / "adapter.safetensors", 1.0)
     # `size` is (width, height); the images have shape (images, height, width, channels).

@@ -87,9 +87,10 @@ def test_encoders_are_freed_when_no_setting_needs_them(
     # Previews need the autoencoder, and the features of their prompts, which are computed before
     # the text encoders are freed.
     assert encoders_in_memory(sample_prompts=["a"]) == {"coder"}
-    # Each step encodes images and captions. The text encoders are loaded when they are first used,
-    # which is after preparing.
+    # Without a cache, each step encodes images and captions, and preparing loads the autoencoder.
+    # The text encoders are loaded when they are first used, which is after preparing.
     assert encoders_in_memory(cache="off") == {"coder"}
+    # Text encoders that are trained encode captions in each step. The latents are cached.
     assert encoders_in_memory(train_text_encoder=True) == set()
 
 

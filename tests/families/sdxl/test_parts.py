@@ -52,6 +52,7 @@ def test_the_error_for_weights_without_an_autoencoder_names_the_flag(
     folder, config = separate
     shutil.copytree(sdxl_file.parent, tmp_path / "file")
     file = tmp_path / "file" / sdxl_file.name
+    # Write the copied file anew, without the autoencoder.
     parts = {name: tc.models.load(sdxl_file, subfolder=name) for name in ("unet", *ENCODERS)}
     tc.models.save_checkpoint(file, parts)
     in_file = TrainConfig(vae=config.vae)
