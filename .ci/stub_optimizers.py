@@ -50,7 +50,8 @@ def stubs(library: str) -> str:
             if index == positional:
                 arguments.append("*")
             arguments.append(f"{field}: {type_of(default)} = {text_of(default)}")
-        # The arguments that all optimizers have are passed by name only.
+        # The arguments that all optimizers have are passed by name only. The loop has added no `*`
+        # if all hyper-parameters may be passed by position.
         if len(defaults) == positional:
             arguments.append("*")
         arguments.append("stochastic_rounding: bool = False")

@@ -33,7 +33,8 @@ class Command:
     """A command of `trainable-candle`."""
 
     module: str
-    """The module that has `run(arguments, program)`, which returns the exit status."""
+    """The module that has `run(arguments, program)`, which returns the exit status. `program` is
+    the command as the user types it."""
     summary: str
     """The command's line in `trainable-candle --help`."""
 
@@ -132,7 +133,7 @@ def guarded(action: Callable[[], int]) -> int:
         # If the pipe is closed, this flush raises BrokenPipeError, which is handled below. Without
         # this flush, the interpreter would flush at exit and report the error on stderr.
         sys.stdout.flush()
-        return status  # noqa: TRY300 - an else would run outside the guard
+        return status  # noqa: TRY300 - simpler than an else after the handlers
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -144,8 +145,9 @@ def guarded(action: Callable[[], int]) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
-        expected = isinstance(error, (Error, OSError, ModuleNotFoundError))
-        if expected and not isinstance(error, InternalError):
+        # `InternalError` is a subclass of `Error`, but reports a bug.
+        may_be_expected = isinstance(error, (Error, OSError, ModuleNotFoundError))
+        if may_be_expected and not isinstance(error, InternalError):
             print(f"error: {_message(error)}", file=sys.stderr)
             return REFUSED
         print(

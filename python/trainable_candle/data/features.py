@@ -273,12 +273,13 @@ class TextCache:
 def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
-    """Divide the entries that some process lacks among all processes.
+    """Find the entries that some process lacks, and deal them out to all processes.
 
     Args:
         group: the processes.
         missing: the keys of the entries that this process lacks.
-        tasks: all tasks by key, in the same order in all processes.
+        tasks: what to encode (views or captions) for every entry, by key; in the same order in all
+            processes.
 
     Returns:
         The tasks that this process encodes, and the keys of all entries that some process lacks.

@@ -187,13 +187,14 @@ class Answers:
         """The questions of the unseen task: pairs of the task and a word."""
         self.unseen = answers[:ASKED]
         """The answers to `asked`, in the same order."""
-        right = [
+        # `answers` has the order of `questions`: first the unseen task, then the known tasks.
+        are_right = [
             words.answer(*question) == answer
             for question, answer in zip(questions, answers, strict=True)
         ]
-        self.right = sum(right[:ASKED]) / ASKED
+        self.right = sum(are_right[:ASKED]) / ASKED
         """The share of exact answers in the unseen task."""
-        self.right_known = sum(right[ASKED:]) / len(right[ASKED:])
+        self.right_known = sum(are_right[ASKED:]) / len(are_right[ASKED:])
         """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:

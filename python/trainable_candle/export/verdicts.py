@@ -121,7 +121,7 @@ class _Given:
     """The model's `config.json`."""
     others: list[str]
     """The keys of the tensors that are not parameters of an adapter."""
-    has_other_names: bool
+    unknown_to_peft: bool
     """Whether peft does not know the names of some tensors."""
     wrong: str | None
     """The verdict on an adapter that is damaged or not for the model; None on other adapters."""
@@ -154,7 +154,7 @@ class _Given:
             return [f"it needs a Modelfile{also}"]
         if self.settings is None:
             return ["it needs a folder with adapter_model.safetensors and adapter_config.json"]
-        reasons = ["it knows only peft's names of tensors"] if self.has_other_names else []
+        reasons = ["it knows only peft's names of tensors"] if self.unknown_to_peft else []
         return reasons if reader == "peft" else [*reasons, *self._for_vllm(self.settings)]
 
     def _for_vllm(self, settings: Mapping[str, Any]) -> list[str]:
@@ -184,6 +184,7 @@ class _Given:
 
     def _problems_once_exported(self, reader: str) -> list[str]:
         """Return why a program cannot load the adapter once it is exported."""
+        # `unexportable` is not None without an adapter: nobody asks for a verdict if it is `wrong`.
         if self.unexportable or not self.adapter:
             return [str(self.unexportable)]
         if reader in {"gguf", "ollama"}:
@@ -228,7 +229,7 @@ def _examine(path: Path, family: TextFamily) -> _Given:
         settings=settings,
         config=family.settings,
         others=list(report.others),
-        has_other_names=any("peft" in module.ignored_by for module in report.modules),
+        unknown_to_peft=any("peft" in module.ignored_by for module in report.modules),
         wrong=wrong[0] if wrong else None,
         adapter=adapter,
         unexportable=unexportable,

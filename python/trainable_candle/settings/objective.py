@@ -1,7 +1,9 @@
 """Settings of the objective: what the model predicts, at which noise levels, with which loss.
 
 A `Condition` has the names of settings, and a function of the configuration of a whole run: the
-settings have an effect only if the function returns True.
+settings have an effect only if the function returns True. Its `needed` completes the usual error
+message, "... has no effect without ..."; its `complaint` replaces the whole message. A function in
+`contradictions` returns the message about settings that exclude each other, or None.
 
 In a `Setting`, `low` is the least value, or with `above=True` a bound that the value must exceed.
 With `below`, the value must be less than that bound. The short help omits a setting with

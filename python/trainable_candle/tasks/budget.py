@@ -278,7 +278,7 @@ class Plan:
 
 
 def is_open(config: TrainConfig, name: str) -> bool:
-    """Return whether the user left a setting to the plan."""
+    """Return whether the user left a setting to the plan; a batch size of `auto` is stored as 0."""
     value = getattr(config, name)
     return value == 0 if name == _BATCH else value in {None, AUTO}
 
@@ -351,8 +351,8 @@ def _plan_batch(
 ) -> Plan:
     """Make the plan for a given batch size; see `make_plan`."""
     names = [name for name in _OF_BATCH if is_open(config, name) and group_of(name) in groups]
-    # These leave no choice: on the CPU, host memory is the only memory; and a policy that the user
-    # gives is for all blocks.
+    # Some settings have no alternative: on the CPU, host memory is the only memory; and a policy
+    # that the user gives is for all blocks.
     fixed = {STATES: not config.on_gpu, first_blocks.COUNT: CHECKPOINTING not in names}
     names = [name for name in names if not fixed.get(name)]
 
@@ -393,7 +393,7 @@ def _plan_batch(
     # No plan fits. `plans` are those with the last text format, which needs the least memory.
     fit_device = [found.estimate for found in plans if found.estimate.peak <= budget.planned]
     if fit_device:
-        # These plans lack only host memory.
+        # These plans lack only host memory. `host` is (needed, free) of all processes together.
         least = min(fit_device, key=budget.host_need)
         host = (budget.host_need(least) * budget.processes, budget.host * budget.processes)
         return refuse_for_the_host(first.estimate, least, groups, host)

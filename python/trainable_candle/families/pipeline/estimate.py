@@ -68,7 +68,7 @@ class Sizes(Protocol):
 
     @property
     def text_working_values(self) -> int:
-        """The most values that the encoders hold while they encode a caption."""
+        """The most values that the encoders hold while they encode one row of tokens."""
 
     def predicting_values(self, latents: int) -> int:
         """Return the most values that predicting `latents` latent pixels holds without a tape."""
@@ -111,8 +111,8 @@ def estimate(
 
     encoding = text_rows_at_once(family, config, limit) * family.text_working_values * itemsize
     captions = [text_weights, Item("text encoders", "activations", encoding), *cache]
-    # The larger of: the pixels of one image that are encoded at once (all, or a tile of a large
-    # image), and those of a batch of images.
+    # The encoder gets either one image, a large one in tiles, or a batch of images. Count the
+    # pixels of whichever has more at once.
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * count))
     images = [vae_weights, Item("vae", "activations", _coding(facts) * at_once), *cache]
     if _keeps_texts(config):
@@ -188,8 +188,8 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
 
     On a GPU, the result is the number of pixels that fit in half of the memory that the models
     leave free, but at most that of four images of 1024x1024. On the CPU, the result is 0, and
-    images are encoded one by one: batches would not be faster, and a cache entry would depend on
-    the other images of its batch.
+    images are encoded one by one. A batch makes each cache entry depend on the other images of the
+    batch, and only on a GPU are batches faster.
 
     Args:
         facts: the facts about the checkpoint.

@@ -160,7 +160,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @property
     @abstractmethod
     def text_working_values(self) -> int:
-        """The most values that the encoders hold while they encode a caption."""
+        """The most values that the encoders hold while they encode one row of tokens."""
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
