@@ -44,9 +44,9 @@ def test_two_processes_make_the_caches_and_losses_of_one(sdxl_base: Path, tmp_pa
     # A step of one process accumulates the gradients of two micro-batches; in a step of two
     # processes, each computes one of them. On the CPU, `--gpus` is the number of processes.
     train(sdxl_base, folders[0], tmp_path / "one", "--gradient-accumulation", "2")
-    log = train(sdxl_base, folders[1], tmp_path / "two", "--gpus", "2")
-    assert "captions: 0 found, 6 made" in log  # Five captions and the empty one.
-    assert "latents of 5 images: 0 found, 5 made" in log
+    printed = train(sdxl_base, folders[1], tmp_path / "two", "--gpus", "2")
+    assert "captions: 0 found, 6 made" in printed  # Five captions and the empty one.
+    assert "latents of 5 images: 0 found, 5 made" in printed
     entries = [
         {path.relative_to(folder) for path in (folder / ".trainable-candle").rglob("*")}
         for folder in folders

@@ -175,7 +175,8 @@ def test_peft_predicts_the_same(
 
 # What `comfyui_worker.py` must know about the tiny model. `clip` is the number of layers of a text
 # encoder. `model_channels` is 32, although the UNet's `config.json` says 8, because ComfyUI's group
-# normalizations have 32 groups; `comfyui_worker.py` gives its layers the file's shapes.
+# normalizations have 32 groups; before `comfyui_worker.py` loads the file, it gives the parameters
+# of ComfyUI's layers the shapes that they have in the file.
 _COMFYUI = {
     "model": "SDXL",
     "unet": {"model_channels": 32, "num_head_channels": 8},
@@ -203,6 +204,7 @@ def test_comfyui_loads_what_verify_says(
         models = load_parts()
         if adapter:
             modules = tc.verify_adapter(adapter, weights=SDXL).modules
+            # The name of a layer begins with that of its part.
             for name in {str(module.layer).partition(".")[0] for module in modules}:
                 models[name].load_adapter(adapter)
                 models[name].merge_adapter()

@@ -145,16 +145,16 @@ def test_an_adapter_trained_on_a_file_is_merged_into_the_folder_but_not_into_the
     rows = [{"prompt": f"say {n}: ", "completion": "hello" * n} for n in range(1, 5)]
     dataset = tmp_path / "chats.jsonl"
     dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    file, folder = ["--weights", str(path)], ["--weights", str(base)]
+    from_file, from_folder = ["--weights", str(path)], ["--weights", str(base)]
     run = ["--dataset", str(dataset), "--output", str(tmp_path / "run"), "--device", "cpu"]
     run += ["--steps", "2", "--sequence-length", "128"]
-    assert main(["train", "--model", "causal-lm", *file, *run]) == 0
+    assert main(["train", "--model", "causal-lm", *from_file, *run]) == 0
     export = ["export", "--adapter", str(tmp_path / "run" / "peft"), "--for", "merged", "--output"]
     # An error (exit status 2): a GGUF file is not merged into.
-    assert main([*export, str(tmp_path / "merged"), *file]) == 2
-    assert main([*export, str(tmp_path / "merged"), *folder, "--gguf", "bf16"]) == 0
+    assert main([*export, str(tmp_path / "merged"), *from_file]) == 2
+    assert main([*export, str(tmp_path / "merged"), *from_folder, "--gguf", "bf16"]) == 0
     found = scores(CausalLM.from_pretrained(tmp_path / "merged" / "model.gguf", dtype="f32"))
-    assert main([*export, str(tmp_path / "folder"), *folder]) == 0
+    assert main([*export, str(tmp_path / "folder"), *from_folder]) == 0
     expected = scores(CausalLM.from_pretrained(tmp_path / "folder", dtype="f32"))
     np.testing.assert_array_equal(found, expected)
 

@@ -103,7 +103,7 @@ def resume(folder: Path) -> list[str]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        child(sys.argv[2], int(sys.argv[3]), sys.argv[4:])  # does not return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -136,6 +136,7 @@ def main() -> None:
                     kills += 1
                     continue
                 break
+            # `flags` are those of the process that was not killed.
             where = f"run {runs}, after {kills} kills, flags {flags}"
             if result.returncode:
                 sys.exit(f"{where}: {result.stderr}")

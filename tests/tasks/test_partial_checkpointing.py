@@ -57,7 +57,7 @@ def test_recomputing_more_blocks_takes_less_memory_and_more_time(
 
 def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
-    limits = budget(16, "RTX 4090")
+    limits = budget(16, "RTX 4090")  # GiB
     # With the streaming given, the plan chooses how much to recompute.
     found = model.plan(limits, stream_blocks=42, stream_modulation=True)
     count = found.chosen["checkpoint_blocks"]
@@ -89,12 +89,12 @@ def test_planning_makes_under_two_thirds_of_estimates_for_a_part_of_the_blocks(
     model = Model(tmp_path, "Flux.1-dev")
     limits = budget(12, "RTX 4090")
     config = model.config()
-    inner = model.estimate(config, limits.memory)
+    untracked_estimate = model.estimate(config, limits.memory)
     tried: list[TrainConfig] = []
 
     def estimate(other: TrainConfig) -> Estimate:
         tried.append(other)
-        return inner(other)
+        return untracked_estimate(other)
 
     make_plan(config, model.family.groups, limits, estimate)
     for_some_blocks = sum(other.checkpoint_blocks is not None for other in tried)

@@ -90,13 +90,14 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
     # The step after which each segment of the run stops.
     for stop_after in (1, 5, 11, STEPS):
         segment = Problem(config, output, stop_after)
-        if losses:
+        if losses:  # not in the first segment
             segment.trainer.resume(checkpoints(output)[-1])
         segment.trainer.train()
         # Random numbers that are drawn between two segments of the run must not change the result.
         tc.randn((7,))
         losses += segment.callback.losses
     assert losses == uninterrupted.callback.losses
+    # `segment` is the last one, which has reached the end.
     assert segment.bits() == uninterrupted.bits()
 
 

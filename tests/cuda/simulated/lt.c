@@ -1,6 +1,7 @@
 // cuBLASLt: it has one algorithm for every product, and computes nothing.
 #include "blas.h"
 
+// `compute` and `scale` are types, not values. `scales` and `scale_modes` are those of operands a and b.
 struct descriptor {
     int compute, scale, transpose_a, transpose_b, epilogue, bias_type, pointer_mode;
     int scale_modes[2];
@@ -138,6 +139,7 @@ static const char *wrong(const struct descriptor *descriptor, const struct matri
     }
     if (a->type != b->type || c->type != d->type) return "types";
     const int E4M3 = 28, HALF = 2, BF16 = 14;
+    // The real library multiplies e4m3 only in this layout: `a` transposed, `b` not, columns aligned to 16 bytes.
     if (a->type == E4M3 && (!descriptor->transpose_a || descriptor->transpose_b || a->distance % 16 || b->distance % 16)) return "layout";
     const int *modes = descriptor->scale_modes;
     if (modes[0] || modes[1]) {
@@ -161,6 +163,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, const struct descriptor *descri
     *found = 0;
     const char *why = requested < 1 ? "requested" : wrong(descriptor, a, b, c, d);
     if (why) return refuse(why);
+    // The algorithm uses the allowed workspace, up to 1 MiB.
     results[0] = (struct result){.algorithm = {1}, .workspace = preference->workspace < 1 << 20 ? preference->workspace : 1 << 20, .waves = 1};
     *found = 1;
     simulatedLog("heuristic");
@@ -182,12 +185,13 @@ int cublasLtMatmul(void *handle, const struct descriptor *descriptor, const void
     const char *why = wrong(descriptor, layout_a, layout_b, layout_c, layout_d);
     if (!why && algorithm && *algorithm != 1) why = "algorithm";
     if (why) return refuse(why);
+    // Only host memory can be read here: in the other pointer modes, beta counts as 0.
     double factor = descriptor->pointer_mode ? 0 : descriptor->scale == F64 ? *(const double *)beta : *(const float *)beta;
     struct simulated_range ranges[8] = {range_of(a, *layout_a), range_of(b, *layout_b), range_of(d, *layout_d)};
     int count = 3;
     if (factor != 0) ranges[count++] = range_of(c, *layout_c);
     if (bytes) ranges[count++] = (struct simulated_range){(CUdeviceptr)(uintptr_t)workspace, bytes};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++) { // the scales of a's rows, then those of b's columns
         size_t length = (size_t)(i ? layout_d->columns : layout_d->rows);
         if (descriptor->scale_modes[i] == OUTER_VECTOR)
             ranges[count++] = (struct simulated_range){(CUdeviceptr)(uintptr_t)descriptor->scales[i], length * 4};
