@@ -131,11 +131,11 @@ class Transformer(nn.Module):
         tokens = self.proj_in(self.norm(x).flatten(2).transpose(1, 2))
         for block in self.transformer_blocks:
             tokens = call(block, tokens, context)
-        image = self.proj_out(tokens).transpose(1, 2).unflatten(2, (height, width))
-        return image + x
+        update = self.proj_out(tokens).transpose(1, 2).unflatten(2, (height, width))
+        return update + x
 
 
-class Sampler(nn.Module):
+class Resampler(nn.Module):
     """Doubles the height and width if `up`, else halves them."""
 
     def __init__(self, channels: int, *, up: bool) -> None:
@@ -212,7 +212,7 @@ class UNet(nn.Module):
             block = Level([channels, width], width, level, time_width, CONTEXT)
             skip_widths += [width, width]
             if level < last:
-                block.downsamplers = nn.ModuleList([Sampler(width, up=False)])
+                block.downsamplers = nn.ModuleList([Resampler(width, up=False)])
                 skip_widths.append(width)
             downs.append(block)
             channels = width
@@ -223,7 +223,7 @@ class UNet(nn.Module):
                 channels = width
             block = Level(inputs, width, level, time_width, CONTEXT)
             if level:
-                block.upsamplers = nn.ModuleList([Sampler(width, up=True)])
+                block.upsamplers = nn.ModuleList([Resampler(width, up=True)])
             ups.append(block)
         self.down_blocks, self.up_blocks = nn.ModuleList(downs), nn.ModuleList(ups)
         self.mid_block = Mid(CHANNELS[-1], time_width, CONTEXT)
@@ -273,7 +273,7 @@ class UNet(nn.Module):
 def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
     """Freeze the model and put LoRA on linear layers of its transformers; return the factors.
 
-    The layers are all, if `every_layer`, or else those of attention.
+    With `every_layer`, these are all linear layers of the transformers, else those of attention.
     """
     model.requires_grad_(False)
     kind = Transformer if every_layer else Attention

@@ -44,6 +44,7 @@ TWO_RANKS = """
         tc.optim.AdamW(parameters, lr=1e-3)
         return parameters
 """
+"""The start of a snippet: imports, and functions for tests with two ranks."""
 
 
 def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
@@ -81,6 +82,7 @@ def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
         # type 8) is in the same NCCL group.
         assert [(call["count"], call["type"]) for call in sums] == [("127", "7"), ("3", "8")] * 3
         assert all(call["in_place"] == "1" and call["group"] == "1" for call in sums)
+    # The program copies nothing to the host.
     assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []
 
 

@@ -83,6 +83,7 @@ def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[st
 def train(base: Path, images: Path, output: Path, **more: object) -> tuple[list[str], Any]:
     """Train with two processes; return the losses and the bytes of the adapter's tensors."""
     paths = {"weights": str(base), "dataset": str(images), "output": str(output)}
+    # The processes meet at a socket, whose path must be short; pytest's folders have long paths.
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = start(meeting, {**paths, "steps": 6, **more})
         errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -175,7 +176,9 @@ def test_a_single_process_is_rejected_before_it_writes_anything(
 
 
 @pytest.mark.parametrize(
-    # The links of this process's GPU to those of the other two processes; the slowest counts.
+    # `links` are the links of this process's GPU to those of the other two processes: "none" if
+    # there is no link, None if CUDA does not show the other GPU. `slowest` is the result; None
+    # stands for an error.
     ("links", "slowest"),
     [
         ([NVLINK, NVLINK], NVLINK),

@@ -58,11 +58,11 @@ def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Pat
     digits = [digits_in(caption)[0] for caption in batch.captions]
     images = to_model(np.stack([read_pixels(digits_folder / f"{digit}.png") for digit in digits]))
     # The second batch has the samples 2 and 3; 4 is the seed.
-    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(images), [2, 3], 4)
+    noisy, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(images), [2, 3], 4)
     sigma = sigmas.numpy()[:, None, None, None]
-    noise = (sample.numpy() - (1 - sigma) * images) / sigma
+    noise = (noisy.numpy() - (1 - sigma) * images) / sigma
     # The model reads sigma * 1000 (FLOW_TIMES) as its timestep.
-    velocity = task.family.model(sample, sigmas * FLOW_TIMES, tc.tensor(digits)).numpy()
+    velocity = task.family.model(noisy, sigmas * FLOW_TIMES, tc.tensor(digits)).numpy()
     assert loss == pytest.approx(np.mean((velocity - (noise - images)) ** 2), rel=1e-4)
 
 

@@ -73,6 +73,7 @@ def test_an_adapter_starts_without_effect_and_is_trained_alone(net: Net) -> None
 def test_merging_keeps_results_and_removing_restores_the_base(net: Net, kind: str) -> None:
     x = tc.tensor(X)
     before = net(x).detach().numpy()
+    # A convolution can have LoRA only.
     targets = EVERY if kind == "lora" else ["0", "one"]
     config = tc.LoraConfig(r=2, lora_alpha=3.0, target_modules=targets, adapter=kind)
     adapter = net.add_adapter(config)

@@ -52,6 +52,7 @@ def tokenizer() -> ChatTokenizer:
         ({"eos_token_id": 5}, {}, r"eos_token_id in .*[/]config.json is 5, the ordinary text 'w5'"),
         ({}, {"eos_token_id": [END, 6]}, r"generation_config.json is 6, the ordinary text 'w6'"),
         ({"bos_token_id": 3, "eos_token_id": END}, {}, r"bos_token_id in .* is 3, the ordinary"),
+        # Without `_from_model_config`, an id in this file is checked even if it equals a default.
         ({}, {"eos_token_id": 2}, r"eos_token_id in .*generation_config.json is 2"),
         ({"eos_token_id": [900, 901]}, {}, r"is 900, and the tokenizer has 23 tokens"),
     ],

@@ -184,7 +184,8 @@ def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        # The message for kinds of adapters has both of the following parts.
+        # All kinds of adapters without factor B get one message. The first case checks its start,
+        # the next two check its end.
         ({"adapter": "loha"}, "--lora-plus-ratio has no effect without --adapter lora or"),
         ({"adapter": "lokr"}, "other kinds have no factor B"),
         ({"adapter": "oft"}, "other kinds have no factor B"),

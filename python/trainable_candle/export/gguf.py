@@ -61,7 +61,8 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
     for layer, factors in adapter.filled().items():
         name = _name(layer)
         up = factors.up
-        # The rows of `up` are those of the weight, which the converter reorders only for llama.
+        # `up` has the rows of the layer's weight. Only for the architecture llama, the converter
+        # reorders the rows of query and key weights.
         if architecture_name == "llama" and name.endswith(("attn_q", "attn_k")):
             up = paired(up, heads(config, name))
         tensors[f"{name}.weight.lora_a"] = factors.down
@@ -70,7 +71,8 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         "general.architecture": architecture_name,
         "general.type": "adapter",
         "adapter.type": "lora",
-        # llama.cpp multiplies by alpha / rank. This must be 1, because `up` includes the scale.
+        # llama.cpp multiplies by alpha / rank. This must be 1, because `up` is already multiplied
+        # by the adapter's scale.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [

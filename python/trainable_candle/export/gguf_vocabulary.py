@@ -113,7 +113,7 @@ def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[
         if named.get(name) in ids:
             facts[f"{_PREFIX}{key}"] = ids[named[name]]
     # llama.cpp ends texts at EOS and at EOT. A model may have several end tokens: EOT is the first
-    # one that differs from EOS. Without an EOS, this token is the EOS.
+    # one that differs from EOS. If there is no EOS yet, the first end token becomes EOS.
     end = facts.get(f"{_PREFIX}eos_token_id")
     other_ends = [number for number in end_tokens(folder) if number != end]
     if other_ends:

@@ -232,6 +232,7 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"`{key}` {advice}")
             raise ConfigError(f"unknown setting `{key}`{nearest(text, settings())}")
         if name in found:
+            # Of the two keys for this setting, one that is not the setting's own name.
             synonym = keys[name] if key == name else key
             raise ConfigError(f"`{synonym}` is another name of `{name}`, which is given too")
         found[name], keys[name] = value, key

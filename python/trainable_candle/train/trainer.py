@@ -336,7 +336,7 @@ class Trainer(Generic[Batch]):
         try:
             return self._passes(batches)
         except OutOfMemoryError:
-            # `stop` frees the graphs. If there cannot be any, a second try would fail too.
+            # `stop` frees the graphs. It returns False without graphs: a second try would fail too.
             if not self._graphs.stop():
                 raise
         # Try again without the memory of graphs; the first batch clears the gradients.

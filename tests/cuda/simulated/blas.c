@@ -31,11 +31,13 @@ int cublasSetWorkspace_v2(struct handle *handle, void *workspace, size_t bytes) 
 }
 int cublasSetMathMode(struct handle *handle, int mode) {
     (void)handle;
-    simulatedLog(mode & 1 << 4 ? "math-mode reduced=0" : "math-mode reduced=1");
+    const int DISALLOW_REDUCED_PRECISION_REDUCTION = 1 << 4;
+    simulatedLog(mode & DISALLOW_REDUCED_PRECISION_REDUCTION ? "math-mode reduced=0" : "math-mode reduced=1");
     return SUCCESS;
 }
 int cublasSetPointerMode_v2(struct handle *handle, int mode) {
-    handle->device_scalars = mode == 1;
+    const int POINTER_MODE_DEVICE = 1;
+    handle->device_scalars = mode == POINTER_MODE_DEVICE;
     return SUCCESS;
 }
 
@@ -45,6 +47,7 @@ struct product {
     struct matrix a, b, c;
 };
 
+// Whether cuBLAS accepts the sizes and types. If it accepts the types, this also sets the sizes of the matrices.
 static bool sound(struct product *product) {
     if (product->m < 0 || product->n < 0 || product->k < 0 || product->count < 0) return false;
     if (!type_bytes(product->a.type) || product->a.type != product->b.type || !type_bytes(product->c.type)) return false;
@@ -65,10 +68,12 @@ static int multiply(const char *call, struct handle *handle, struct product prod
     }
     if (!product.m || !product.n || !product.k || !product.count) return SUCCESS;
     const struct simulated_range ranges[] = {range_of(a, product.a), range_of(b, product.b), range_of(c, product.c)};
-    return queue_product(call, handle->stream, product.m, product.n, product.k, product.count, product.a.type, product.c.type, beta, 0,
-                         ranges, 3);
+    const int NO_EPILOGUE = 0;
+    return queue_product(call, handle->stream, product.m, product.n, product.k, product.count, product.a.type, product.c.type, beta,
+                         NO_EPILOGUE, ranges, 3);
 }
 
+// The value of beta for the log. It is 0 if this cannot read beta: in device memory, or in half precision, which the library never uses.
 static double scalar(const struct handle *handle, const void *value, int compute) {
     const int COMPUTE_64F = 70, COMPUTE_64F_PEDANTIC = 71, COMPUTE_16F = 64, COMPUTE_16F_PEDANTIC = 65;
     if (handle->device_scalars || !value) return 0;
@@ -116,8 +121,9 @@ int cublasGemmBatchedEx(struct handle *handle, int transpose_a, int transpose_b,
     size_t bytes = (size_t)count * sizeof(void *);
     const struct simulated_range ranges[] = {
         {(CUdeviceptr)(uintptr_t)a, bytes}, {(CUdeviceptr)(uintptr_t)b, bytes}, {(CUdeviceptr)(uintptr_t)c, bytes}};
-    return queue_product("cublasGemmBatchedEx", handle->stream, m, n, k, count, type_a, type_c, scalar(handle, beta, compute), 0, ranges,
-                         3);
+    const int NO_EPILOGUE = 0;
+    return queue_product("cublasGemmBatchedEx", handle->stream, m, n, k, count, type_a, type_c, scalar(handle, beta, compute),
+                         NO_EPILOGUE, ranges, 3);
 }
 
 int cublasDgemmStridedBatched(struct handle *handle, int transpose_a, int transpose_b, int m, int n, int k, const double *alpha,

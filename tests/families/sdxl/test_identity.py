@@ -60,7 +60,8 @@ def test_an_identity_depends_on_a_single_file_and_the_configurations_beside_it(
 ) -> None:
     shutil.copytree(sdxl_file.parent, tmp_path / "base")
     path = tmp_path / "base" / sdxl_file.name
-    # Four identities: as written, with another configuration, with none, with another last byte.
+    # Four identities: at first, and after each of three changes, which add up: another
+    # configuration, none, another last byte of the file.
     identities = {repr(identity(path))}
     part = "vae" if identity is latents_identity else "text_encoder_2"
     config = path.parent / part / "config.json"

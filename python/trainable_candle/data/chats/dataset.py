@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
 from trainable_candle.data.chats.labels import Pair, drafts_of, labelled, unknown_token
-from trainable_candle.data.chats.messages import RowError, require_whole
+from trainable_candle.data.chats.messages import RowError, require_whole_characters
 from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
 from trainable_candle.data.folder import counted, first_lines
 from trainable_candle.errors import DatasetError
@@ -160,8 +160,8 @@ def load_texts(
 
     Returns:
         Two data sets: the first to train on, the second for validation. The second is None if
-        `path` is a file, or a folder that lacks files for training or for validation (see
-        `reading.find_files`).
+        `path` is a file, or a folder in which no file is for training by its name, or none is for
+        validation (see `reading.find_files`).
 
     Raises:
         DatasetError: there are no files, or `path` is the output folder of a run; a file cannot be
@@ -246,7 +246,7 @@ def _drafts(
     """
     # `others` are the fields that a line of this form may lack.
     for name in (*form.fields, *form.others):
-        require_whole(row.values.get(name), name)
+        require_whole_characters(row.values.get(name), name)
     read = form.read(row.values)
     if isinstance(read, Preference) and not options.preferences:
         raise RowError(

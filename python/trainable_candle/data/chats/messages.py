@@ -71,7 +71,7 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     return values
 
 
-def require_whole(value: Any, field: str) -> None:
+def require_whole_characters(value: Any, field: str) -> None:
     """Check that all texts in a field's value consist of whole characters.
 
     JSON can express half of a UTF-16 surrogate pair. Such halves come from programs that cut a text
@@ -90,11 +90,11 @@ def require_whole(value: Any, field: str) -> None:
             ) from None
     elif isinstance(value, dict):
         for name, item in value.items():
-            require_whole(name, f"{field} (the name of an entry)")
-            require_whole(item, f"{field}.{name}")
+            require_whole_characters(name, f"{field} (the name of an entry)")
+            require_whole_characters(item, f"{field}.{name}")
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            require_whole(item, f"{field}[{number}]")
+            require_whole_characters(item, f"{field}[{number}]")
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:
@@ -242,7 +242,7 @@ def _parsed(value: Any, field: str) -> Any:
         parsed = parse_json(value)
     except ValueError as error:
         raise RowError(f"`{field}` is text that is not JSON: {error}") from None
-    require_whole(parsed, field)
+    require_whole_characters(parsed, field)
     return parsed
 
 

@@ -47,7 +47,7 @@ def check_tokenizer(tokenizer: ChatTokenizer, weights: Path, vocabulary: int) ->
     """Check that the tokenizer that was found with a model's weights is that model's.
 
     In published models, the embedding may have more rows than the tokenizer has tokens. It may lack
-    rows for added tokens, which no text has. The model's `eos_token_id` may differ from the
+    rows for added tokens that occur in no text. The model's `eos_token_id` may differ from the
     tokenizer's end token, but it is always the id of a special or an added token. For a GGUF file,
     only the number of tokens is checked.
 
