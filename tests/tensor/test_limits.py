@@ -12,8 +12,8 @@ HUGE = 10**13
 
 
 # In each case, the result or an `expand`ed operand has at least 2**41 elements of at least 4 bytes.
-# Only the result of `==` has elements of 1 byte (u8): 2**46 of them. `expand` checks the size of its
-# view, although a view takes no memory, so the cases with an `expand`ed operand raise the error
+# Only the result of `==` has elements of 1 byte (u8): 2**46 of them. `expand` checks the size of
+# its view, although a view takes no memory, so the cases with an `expand`ed operand raise the error
 # there.
 @pytest.mark.parametrize(
     "make",
