@@ -212,8 +212,8 @@ class ComposedMethods:
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
-        # Only small values go through i64, which has neither large nor non-finite ones. A value
-        # whose magnitude is at least `integers_from(tensor)` is an integer or non-finite.
+        # From the magnitude `integers_from(tensor)` on, values are integers or non-finite, and stay
+        # as they are. The product makes them 0 or NaN, because they may be too large for i64.
         is_small = (tensor.abs() < integers_from(tensor)).to(tensor.dtype)
         truncated = (tensor * is_small).to("i64").to(tensor.dtype)
         down = truncated - (truncated > tensor).to(tensor.dtype)
@@ -314,7 +314,7 @@ class ComposedMethods:
             products = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
             unpaired = [x.narrow(dim, 2 * half, 1)] if count % 2 else []
             x = _core.cat([products, *unpaired], dim)
-        return x if keepdim and not over_all else x.squeeze(dim)
+        return x if keepdim and not over_all else x.squeeze(dim)  # `keepdim` needs a `dim`
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the index of the smallest of all elements, or the indices along a dimension."""
@@ -436,9 +436,10 @@ class ComposedMethods:
         axis = dim_index("scatter", x.shape, dim)
         targets = np.indices(index.shape)
         targets[axis] = index.numpy()
+        # The positions of the elements to set, in the flattened tensor.
         flat = np.ravel_multi_index(tuple(targets.reshape(x.ndim, -1)), x.shape)
         # `is_set` and `sources` have one number for each element of the flattened result: whether
-        # it is from `src`, and from which element. `flat` has the positions of the set elements.
+        # it is from `src`, and from which element.
         is_set = np.zeros(x.numel(), np.uint8)
         is_set[flat] = 1
         condition = _core.tensor(is_set.reshape(x.shape), device=x.device)
@@ -491,7 +492,7 @@ class ComposedMethods:
 
 def attach() -> None:
     """Add the methods and properties to `Tensor` and `Var`."""
-    _arguments.attach()
+    _arguments.attach()  # `axis` as a name of `dim`, the attribute `device`, advice in errors
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():
             if name not in _NOT_METHODS:

@@ -132,26 +132,24 @@ def test_a_save_copies_each_value_once(
 
     parameter_bytes = sum(written("parameters").values())
     assert copied_bytes(run.after("parameters")) == parameter_bytes
-    # Alphas are on the host, so they are not copied. DoRA's files also need an f32 norm for each
-    # output feature.
+    # Alphas are on the host, so they are not copied.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
     # A value that is bf16 in the file is copied as f32.
     widening = 2 if dtype else 1
     assert parameter_bytes == sum(file.values()) * widening
-    # There is a norm for each magnitude, so the norms have the size of the magnitudes in the file.
-    norm_file_bytes = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
-    norm_bytes = norm_file_bytes * widening
-    # Kinds other than DoRA have no norms, so `norm_bytes` is 0. For DoRA, files in ComfyUI's form
-    # need the norms, files in peft's form do not.
+    # For DoRA's files in ComfyUI's form, an f32 ratio of norms is also copied for each magnitude;
+    # files in peft's form need none. Other kinds have no magnitudes, so `norm_bytes` is 0.
+    magnitude_bytes = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
+    norm_bytes = magnitude_bytes * widening
     assert copied_bytes(run.after("adapter")) - parameter_bytes in {0, norm_bytes}
     average_bytes = sum(size for n, size in written("average").items() if n != "updates")
     assert copied_bytes(run.after("average")) == average_bytes
-    # A kernel counts the optimizer's steps. Kernels do not compute here, so the count stays 0 and
+    # A kernel counts the optimizer's steps. Kernels do not compute here, so its counter stays 0 and
     # the optimizer's file has no states. The size of the copied states is computed instead: two
     # codes of 1 byte for each element, and two f32 scales for each block of up to 256 elements.
-    counts = [size // 4 for size in written("parameters").values()]
-    state_bytes = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
-    # The bound allows for other bytes, such as padding and the counts.
+    element_counts = [size // 4 for size in written("parameters").values()]
+    state_bytes = sum(2 * count + 8 * math.ceil(count / 256) for count in element_counts)
+    # The bound allows for other bytes, such as padding and the step counters.
     surplus = copied_bytes(run.after("optimizer")) - state_bytes
-    assert 0 <= surplus <= len(counts) * 512 + 4096
+    assert 0 <= surplus <= len(element_counts) * 512 + 4096
     assert copied_bytes(run.after("writing")) == 0

@@ -66,6 +66,7 @@ def test_a_resumed_run_sees_the_same_batches(images: MakeImages, tmp_path: Path)
 
     def describe(indices: range, seed: int = 3) -> list[Any]:
         batches = load(tmp_path / "a", seed=seed, **settings).batches(3)
+        # `frames` are the parts of the images that the crops show.
         return [(b.index, b.views, b.captions, b.frames) for b in map(batches.batch, indices)]
 
     expected = describe(range(40))

@@ -33,7 +33,8 @@ def run_ranks(
 ) -> list[tuple[int, str]]:
     """Run some ranks of a run of two processes; return the exit status and stderr of each.
 
-    Rank 0 should be at `host` and `port`. Each process waits `seconds` for the other one.
+    Their environment says that rank 0 is at `host` and `port`. Each process waits `seconds` for the
+    other one.
     """
     meeting = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
     # The environment variables of two machines with one process each.

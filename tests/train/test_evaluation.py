@@ -87,7 +87,7 @@ def test_the_best_adapter_is_that_of_the_step_with_the_least_validation_loss(
     best = min(range(1, 7), key=losses.__getitem__)
     # Train up to the best step again, and keep the adapter of every step.
     again = config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9)
-    assert train(again, StopAfter(best))
+    assert train(again, StopAfter(best))  # the adapter has parameters to compare
     expected = tc.load_file(path_of_adapter(Path(again.output), best))
     found = tc.load_file(best_path(Path(config.output)))
     assert found.keys() == expected.keys()

@@ -86,7 +86,7 @@ class Worker:
         return Place(node, util.get_node_ip_address(), os.getpid())
 
     def free_port(self, address: str) -> int:
-        """Return a port at `address`, one of this machine's, on which no process listens."""
+        """Return a port on which no process listens at `address`, an address of this machine."""
         with socket.socket() as free:
             free.bind((address, 0))
             port: int = free.getsockname()[1]

@@ -137,6 +137,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
                 do not fit together.
         """
         super().require_own()
+        # Without a class name, as in a checkpoint of one file, the parts alone decide.
         pipeline = index_of(self.weights).get("_class_name", _PIPELINES[0])
         if pipeline not in _PIPELINES:
             raise ConfigError(

@@ -43,7 +43,7 @@ def extract(
 
     Raises:
         ConfigError: `tuned` lacks a layer or has it in another size, or no layer differs.
-        NonFiniteError: a weight is not a finite number.
+        NonFiniteError: a weight has a non-finite value.
     """
     before, after = base.named_tensors(), tuned.named_tensors()
     factors: dict[str, Factors] = {}

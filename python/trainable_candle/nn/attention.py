@@ -47,6 +47,7 @@ class MultiheadAttention(Module):
             probability is out of range.
     """
 
+    # `explained`: the message of every error begins with the name of the class.
     @explained
     def __init__(
         self,
@@ -59,6 +60,7 @@ class MultiheadAttention(Module):
         device: str = "cpu",
     ) -> None:
         embed_dim = whole("MultiheadAttention", "embed_dim", embed_dim)
+        # `num_heads` is only checked: it keeps its type, such as one of numpy's integers.
         if embed_dim % whole("MultiheadAttention", "num_heads", num_heads):
             raise ArgumentError(
                 f"MultiheadAttention: num_heads is {num_heads}, expected a divisor of embed_dim, "
@@ -121,13 +123,13 @@ class MultiheadAttention(Module):
                 "expected three tensors of two or of three dimensions"
             )
         batched = query.ndim == 3
-        flip = batched and not self.batch_first
-        inputs = [x.transpose(0, 1) if flip else x for x in (query, key, value)]
+        length_first = batched and not self.batch_first
+        inputs = [x.transpose(0, 1) if length_first else x for x in (query, key, value)]
         if not batched:
             inputs = [x.unsqueeze(0) for x in inputs]
         # From here on, all inputs are (B, length, E).
-        sizes = [x.shape for x in inputs]
-        if sizes[1][:2] != sizes[2][:2] or sizes[0][0] != sizes[1][0]:
+        q_shape, k_shape, v_shape = (x.shape for x in inputs)
+        if k_shape[:2] != v_shape[:2] or q_shape[0] != k_shape[0]:
             form = (
                 "(batch, length, embed_dim)" if self.batch_first else "(length, batch, embed_dim)"
             )
@@ -156,7 +158,7 @@ class MultiheadAttention(Module):
         if not batched:
             result = result.squeeze(0)
             weights = None if weights is None else weights.squeeze(0)
-        result = result.transpose(0, 1) if flip else result
+        result = result.transpose(0, 1) if length_first else result
         return result, weights if need_weights else None
 
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -205,8 +205,8 @@ def test_a_run_with_weights_and_images_has_the_documented_values(
     else:
         assert left_out == set()
 
-    # The logarithms of the odds of a level from `logit_normal` are normally distributed. A shift
-    # multiplies the odds. The tolerances are five standard errors.
+    # The odds of a level x are x / (1 - x). With `logit_normal` their logarithms are normally
+    # distributed. A shift multiplies the odds. The tolerances are five standard errors.
     assert isinstance(run.task, LatentTask)
     count = 20_000
     latents = tc.zeros((count, 1, 1, 1))
@@ -214,9 +214,9 @@ def test_a_run_with_weights_and_images_has_the_documented_values(
     # levels times 1000.
     times = run.task.family.objective("cpu").noise(latents, range(count), 0)["times"].numpy()
     levels = times.astype(np.float64) / 1000
-    odds = np.log(levels / (1 - levels))
-    assert abs(odds.mean() - np.log(guide.shift)) < 5 / np.sqrt(count)
-    assert abs(odds.std() - 1) < 5 / np.sqrt(2 * count)
+    log_odds = np.log(levels / (1 - levels))
+    assert abs(log_odds.mean() - np.log(guide.shift)) < 5 / np.sqrt(count)
+    assert abs(log_odds.std() - 1) < 5 / np.sqrt(2 * count)
 
 
 def test_an_image_is_drawn_with_the_documented_steps_and_guidance(
