@@ -19,6 +19,13 @@ __all__ = ["floor_divided", "remainder"]
 
 _NARROW = ("bf16", "f16")
 """Dtypes whose values are divided in f32."""
+_LARGEST = {
+    "f16": 65504.0,
+    "bf16": float.fromhex("0x1.fep127"),
+    "f32": float.fromhex("0x1.fffffep127"),
+    "f64": float.fromhex("0x1.fffffffffffffp1023"),
+}
+"""The largest finite number of each floating-point dtype."""
 
 
 def floor_divided(name: str, dividend: Any, divisor: Any) -> Tensor:
@@ -48,7 +55,8 @@ def remainder(name: str, dividend: Any, divisor: Any) -> Tensor:
     """Return the remainders, with the signs of the divisor; at least one operand is a tensor.
 
     The derivative with respect to the dividend is 1. The derivative with respect to the divisor is
-    the negative of the rounded-down quotient. Arguments and errors are those of `floor_divided`.
+    the negative of the rounded-down quotient, or of the largest finite number if the quotient is
+    infinite. Arguments and errors are those of `floor_divided`.
 
     Returns:
         The remainders, or `NotImplemented` as `floor_divided` returns it.
@@ -62,6 +70,9 @@ def remainder(name: str, dividend: Any, divisor: Any) -> Tensor:
         remainders = remainders + _zero(dividend, remainders.dtype)
     if _needs_gradient(divisor):
         quotients = floor_divided(name, dividend, divisor)
+        # A large dividend by a small divisor can be infinite, and 0 times infinity would be NaN.
+        largest = _LARGEST.get(str(quotients.dtype), math.inf)
+        quotients = quotients.clamp(-largest, largest)
         remainders = remainders - _zero(divisor, remainders.dtype) * quotients
     return cast("Tensor", remainders)
 

@@ -112,6 +112,21 @@ def test_impossible_divisions_are_reported(
         call()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dividend", "divisor"),
+    [("f32", 1e38, 1e-38), ("f64", 1e300, 1e-300), ("f16", 60000.0, 1e-3), ("bf16", 1e38, 1e-38)],
+)
+def test_a_remainder_whose_quotient_overflows_is_a_number(
+    dtype: str, dividend: float, divisor: float
+) -> None:
+    x, y = tc.tensor([dividend], dtype=dtype), tc.Var(tc.tensor([divisor], dtype=dtype))
+    remainders = x % y
+    assert remainders.tolist() == (x % y.detach()).tolist()
+    remainders.sum().backward()
+    assert y.grad is not None
+    assert -np.inf < y.grad.item() < -dividend
+
+
 def test_the_remainder_by_infinity_is_the_dividend() -> None:
     dividend, divisor = tc.Var([3.0, 2.5]), tc.Var([math.inf, 2.0])
     remainders = dividend % divisor
