@@ -114,7 +114,8 @@ def test_sdxl_is_read_under_its_original_names(kind: str, tmp_path: Path) -> Non
     model = SDXLUNet.from_pretrained(folder, dtype="f32")
     original, path = tmp_path / "original.safetensors", tmp_path / "sdxl.gguf"
     tc.models.save_checkpoint(original, {"unet": model})
-    # `write_gguf` returns the rounded values under the names in the GGUF file, which lack PREFIX.
+    # `write_gguf` returns the rounded values under the names in the GGUF file. These lack PREFIX,
+    # with which the names in a checkpoint of the whole pipeline begin.
     values = write_gguf(original, path, kind)
     # From here on, `original` has the rounded values, under the names of the original checkpoint.
     tc.save_file({f"{PREFIX}{name}": tensor for name, tensor in values.items()}, original)

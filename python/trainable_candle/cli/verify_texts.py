@@ -46,14 +46,14 @@ def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
         MissingFileError: there are no such weights.
         WeightsFormatError: the files are damaged, or are not for the model in `weights`.
     """
-    form = str(export.form_of(path))
-    text = [f"{path}: an adapter for {export.READERS[form]}, {export.summary(path, form)}"]
+    form = str(export.form_of(path))  # not None, because `is_exported` is true
+    lines = [f"{path}: an adapter for {export.READERS[form]}, {export.summary(path, form)}"]
     family = _family(model, weights)
     if weights is not None:
         export.require_fit(path, form, family.settings, family.layers())
     else:
-        text.append("note: not compared with a model; give --weights")
-    return [*text, *_verdicts(path, family)]
+        lines.append("note: not compared with a model; give --weights")
+    return [*lines, *_verdicts(path, family)]
 
 
 def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:

@@ -36,8 +36,8 @@ def quantize_folder(
       makes 4.5) and the rounding of training with `--qat nf4`. The keys follow
       `QuantState.as_dict(packed=True)`; the configuration follows `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
-    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` holds the scale of each row times 127, which is
-      the row's largest magnitude.
+    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` holds the scale of each row times 127: without
+      `factors`, the row's largest magnitude.
     - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; the activations are not
       quantized:
       <https://github.com/vllm-project/compressed-tensors>.
@@ -176,7 +176,8 @@ def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     pairs = codes.reshape(-1, 2)  # A byte holds two codes, the first in its upper bits.
     return {
         key: tc.tensor(pairs[:, :1] << 4 | pairs[:, 1:]),
-        # NF4's largest value is 1, so a scale is the largest magnitude in its block.
+        # bitsandbytes multiplies NF4's values by `absmax`. NF4's largest value is 1, so without
+        # learned factors a scale is the largest magnitude in its block.
         f"{key}.absmax": tc.tensor(matrix.scales),
         f"{key}.quant_map": tc.tensor(values),
         f"{key}.quant_state.bitsandbytes__nf4": tc.tensor(packed),
@@ -184,12 +185,12 @@ def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _int8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
-    layer = key.removesuffix("weight")
+    prefix = key.removesuffix("weight")  # the layer's name and a dot
     return {
         key: _codes(matrix, "int8"),
-        f"{layer}SCB": tc.tensor(matrix.scales * np.float32(_FORMS["int8"].largest)),
+        f"{prefix}SCB": tc.tensor(matrix.scales * np.float32(_FORMS["int8"].largest)),
         # 0 is bitsandbytes' code of the row-major format.
-        f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
+        f"{prefix}weight_format": tc.tensor(np.array(0, np.uint8)),
     }
 
 

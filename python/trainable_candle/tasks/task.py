@@ -227,7 +227,7 @@ class Task(Protocol):
         """
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
-        """Return a snapshot of the adapters for one file, which is written later.
+        """Return a snapshot of the adapters for one file at `path`, which is written later.
 
         Raises:
             ArgumentError: the file format that the settings name cannot represent these adapters.
@@ -301,7 +301,10 @@ class Family(Protocol):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the model's defaults by name of the setting; a value in `config` has priority."""
+        """Return the model's defaults by name of the setting.
+
+        The caller uses a default only for a setting that has no value in `config`.
+        """
 
     def require_own(self) -> None:
         """Check that the weights are of this family.

@@ -56,6 +56,7 @@ def test_estimated_activations_are_near_the_bytes_of_the_tape(
     task.attach()
     batches = prepared.batches(2)
     held = []
+    # An epoch has five batches, of four sizes of images. Six batches include all of them.
     for index in range(6):
         batch = batches.batch(index)
         before = tc.memory.saved_bytes()
@@ -69,6 +70,7 @@ def test_estimated_activations_are_near_the_bytes_of_the_tape(
         # those of one block. `held` does not: it is measured before the backward pass.
         assert max(held) < estimated < 5 * max(held)
     else:
+        # The accuracy that docs/decisions.md states.
         assert estimated == pytest.approx(max(held), rel=1 / 7)
 
 
@@ -203,7 +205,7 @@ def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     # The cache of latents and features is in host memory.
     on_cpu = items(sdxl_base, config.with_(device="cpu"))
     assert items(sdxl_base, config) == {
-        name: count for name, count in on_cpu.items() if not name.endswith(" cache")
+        name: size for name, size in on_cpu.items() if not name.endswith(" cache")
     }
 
 
@@ -219,7 +221,7 @@ def test_the_estimate_of_previews_is_that_of_the_largest_image(
     # While previews are drawn, memory holds what it holds in training, but the memory of drawing
     # takes the place of that of the forward and backward pass.
     working = drawing.pop("previews activations")
-    assert drawing == {name: count for name, count in training.items() if name not in only_in_steps}
+    assert drawing == {name: size for name, size in training.items() if name not in only_in_steps}
     family = SDXL(sdxl_base, "f32", "cpu", config)
     # `drawing_bytes` also counts the autoencoder and the text encoders. In the estimate, they are
     # other items.

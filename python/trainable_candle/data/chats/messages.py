@@ -145,7 +145,8 @@ def _message(value: Any, field: str) -> Message:
     if role in {"user", "assistant"} and not content_text.strip() and not calls:
         kind = "answer" if role == "assistant" else "message"
         raise RowError(f"`{field}.{content_field}` is an empty {kind}")
-    # The template gets the content as it is: a list of parts stays a list.
+    # The template gets the content as it is: a list of parts stays a list. The role and the content
+    # come before the other fields.
     return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
 
 
@@ -216,7 +217,7 @@ def _check_order(messages: list[Message], field: str) -> None:
             in_order = previous in {"", *SYSTEM, "assistant"}
         elif role == "assistant":
             in_order = previous in {"user", "tool"}
-        else:
+        else:  # "tool": `_message` has turned "function_call" into "assistant"
             in_order = previous == "tool" or (
                 previous == "assistant" and "tool_calls" in messages[number - 1]
             )

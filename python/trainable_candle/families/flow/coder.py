@@ -109,9 +109,10 @@ class QwenImageCoder(KLCoder):
         self._statistics = mean, deviation
 
     def latents(self, encoded: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents of the distributions in `encoded`, drawn with `normal` and normalised.
+        """Draw latents from the distributions in `encoded`, and normalise them.
 
-        If `normal` is None, the latents are the distributions' means.
+        `normal` returns the standard normal numbers for the draw. If it is None, the latents are
+        the normalised means of the distributions.
         """
         drawn = self.drawn(encoded, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)

@@ -107,7 +107,7 @@ class LatentTask:
             family.check_training_adapter(
                 existing("training_adapter", config.training_adapter_path)
             )
-        # Where another format is the default, the user has chosen diffusers' names on purpose.
+        # Only if diffusers' names are the default: otherwise the user has chosen them on purpose.
         if config.adapter == "dora" and form == family.formats[0] == "diffusers":
             report(
                 "note: ComfyUI ignores DoRA's magnitude in files with diffusers' names; "
@@ -115,7 +115,7 @@ class LatentTask:
             )
         if config.adapter != "lora" and form == "kohya":
             flaw = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
-            # In files with diffusers' own names, diffusers loads DoRA along the output axis.
+            # In files with diffusers' names, diffusers loads DoRA only with a magnitude per output.
             diffusers_can = config.adapter == "dora" and config.dora_axis == "output"
             instead = "; for diffusers, give --format diffusers" if diffusers_can else ""
             report(
@@ -343,7 +343,7 @@ class LatentTask:
             MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
                 model.
         """
-        side = self.family.resolution
+        side = self.family.resolution  # as in `draw`, before `prepare` sets `_side`
         width, height = options.size or (side, side)
         needed = self.family.drawing_bytes((width, height), count)
         limit = available_bytes(self.family.device)
