@@ -51,7 +51,8 @@ def page(module: str) -> str:
     full = f"trainable_candle.{module}".rstrip(".")
     parts = [f"# {full}\n"]
     if module:
-        # This block shows only the module's docstring; the loop below adds a heading per member.
+        # This block, which the package's page lacks, shows only the module's docstring. The loop
+        # below adds a heading per member.
         parts.append(
             f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
         )

@@ -76,7 +76,8 @@ def build(
         f"-I{include}",
         *(f"-D{name}=missing_{name}" for name in missing),
     ]
-    # The other libraries are linked to the driver, which is the first of `LIBRARIES`.
+    # The other libraries are linked to the driver, which is the first of `LIBRARIES`, so that it
+    # exists by then.
     for name in libraries:
         sources = [str(SOURCES / source) for source in LIBRARIES[name]]
         target = library_folder(folder, name)
@@ -96,6 +97,7 @@ def library_folder(folder: Path, name: str) -> Path:
 def environment(folder: Path) -> dict[str, str]:
     """Return the environment variables with which a process uses the libraries in `folder`."""
     libraries = [str(folder / DRIVER_FOLDER), str(folder / PIP_FOLDER / "lib")]
+    # The package finds NCCL below a folder of `sys.path`.
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "LD_LIBRARY_PATH": os.pathsep.join(libraries),
@@ -105,7 +107,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def unpack(payload: bytes, size: int) -> bytes:
-    """Return the bytes of a fatbin's image, and decompress them if they are zstd data."""
+    """Return the bytes of a fatbin's image, decompressed to `size` bytes if they are zstd data."""
     if not payload.startswith(b"\x28\xb5\x2f\xfd"):  # the magic number of zstd
         return payload
     if sys.version_info >= (3, 14):
@@ -129,6 +131,7 @@ def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]
     while start >= 0:
         (size,) = struct.unpack_from("<Q", program, start + 8)
         position, end, images = start + 16, start + 16 + size, []
+        # If `end` is beyond the file, this is no fatbin, and it has no images.
         while position < end <= len(program):
             # The header of an image: kind, version, the header's size, the payload's size with
             # padding, and the payload's compressed size, or 0 if it is not compressed. The number
@@ -219,7 +222,7 @@ def portable_code(number: int, image: bytes) -> Iterator[str]:
 
 
 def table(program: Path) -> str:
-    """Return the table of kernels that `simulated/launch.c` reads and describes."""
+    """Return the table of kernels that `simulated/launch.c` reads; its comment has the format."""
     ptx, elf = 1, 2  # kinds of images: kernels as PTX, or as machine code
     lines = set()
     for checksum, images in fatbins(program.read_bytes()):

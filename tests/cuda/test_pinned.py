@@ -30,7 +30,8 @@ def total_bytes(calls: list[Any]) -> int:
         # halved, down to 64 MiB. It pins 64 + 128 of 200 MiB, and 64 + 128 + 128 of 330 MiB.
         (200 * MIB, 1024 * MIB, 192 * MIB),
         (330 * MIB, 1024 * MIB, 320 * MIB),
-        # The smallest step of 64 MiB fails at 20 MiB. If only 19 MiB are wanted, they are the step.
+        # At 20 MiB even the smallest step, 64 MiB, fails. If only 19 MiB are wanted, the step is
+        # 19 MiB.
         (20 * MIB, 1024 * MIB, 0),
         (20 * MIB, 19 * MIB, 19 * MIB),
     ],
@@ -71,8 +72,8 @@ def test_a_run_plans_with_the_memory_that_the_driver_pins(
 ) -> None:
     """If the driver pins too little, the log says so.
 
-    The run then copies the streamed weights that it cannot pin through a ring: a small pinned
-    buffer that is filled again and again.
+    The streamed weights that the run cannot pin then go through a ring: a small pinned buffer that
+    the run fills again and again.
     """
     settings = {
         "model": "flux", "weights": str(flux_base), "dataset": str(sdxl_folder),

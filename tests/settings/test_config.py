@@ -168,8 +168,8 @@ def test_paths_in_a_file_are_relative_to_the_folder_of_the_file(
     )
     (project / "run" / "config.yaml").write_text(config.to_yaml(Path("run")))
     assert TrainConfig.from_yaml("run/config.yaml") == config
-    text = yaml.safe_load(Path("run/config.yaml").read_text())
-    assert (text["output"], text["dataset"]) == (".", "../photos")
+    stored = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (stored["output"], stored["dataset"]) == (".", "../photos")
     monkeypatch.chdir(project / "run")
     from_run = TrainConfig.from_yaml("config.yaml")
     assert (from_run.output, from_run.dataset, from_run.weights) == (".", "../photos", "../base")
@@ -287,4 +287,5 @@ def test_with_changes_only_the_given_setting_and_checks_it() -> None:
 def test_each_condition_says_what_its_settings_need_or_has_a_complaint() -> None:
     conditions = [condition for group in GROUPS for condition in group.conditions]
     assert len(conditions) > 20
+    # A condition has exactly one of the two.
     assert [c.settings for c in conditions if bool(c.needed) == bool(c.complaint)] == []

@@ -50,6 +50,7 @@ def test_if_one_average_cannot_be_swapped_in_none_is() -> None:
     with pytest.raises(OutOfMemoryError), average.applied():
         raise AssertionError("the context was entered although one average failed to swap in")
     assert [m.is_swapped_in for m in members] == [False] * 3
+    # `keep` swaps the averages in for good.
     with pytest.raises(OutOfMemoryError):
         average.keep()
     assert [m.is_swapped_in for m in members] == [False] * 3
@@ -67,6 +68,5 @@ def test_an_error_within_the_context_swaps_the_averages_out() -> None:
     with pytest.raises(RuntimeError, match="within"):
         fail_within()
     assert [m.is_swapped_in for m in members] == [False] * 2
-    # `keep` swaps the averages in for good.
     average.keep()
     assert [m.is_swapped_in for m in members] == [True] * 2

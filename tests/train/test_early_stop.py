@@ -59,6 +59,7 @@ def test_a_run_ends_after_validations_without_improvement(
     train(fluctuating)
     losses = validations(fluctuating.output)
     expected = validation_count(list(losses.values()), patience)
+    # Some validations are left out, so that this run tests an early stop.
     assert patience < expected < len(losses)
     early = fluctuating.with_(
         early_stop=patience, output=str(tmp_path / "early"), sample_prompts=["a zero"],
@@ -102,6 +103,7 @@ def test_a_resumed_run_continues_to_count_losses_without_improvement(
     config = fluctuating.with_(early_stop=3, save_every=1)
     expected = train(config)
     losses = validations(config.output)
+    # The step at which the run ended early, and the step with the lowest loss.
     end = max(losses)
     best = min(losses, key=losses.__getitem__)
     # A validation follows every second step. Interrupt the run when 0, 1 and 2 losses in a row had
@@ -132,7 +134,7 @@ def test_a_resumed_run_continues_to_count_losses_without_improvement(
 @pytest.mark.parametrize("patience", [1, 2, 3, None])
 def test_losses_without_improvement_are_counted_as_defined(patience: int | None) -> None:
     losses = [4.0, 3.0, 3.0, math.nan, 2.0, 2.5, 2.0, 1.0, 5.0, 4.0, 3.0, 2.0]
-    # The additional loss, 9, is the one before the first step.
+    # The additional loss, 9.0, is the one before the first step.
     results = iter([9.0, *losses])
     trainer: Any = SimpleNamespace(step=0, steps=len(losses), output=None, report=lambda _: None)
     validation = Validation(
@@ -146,8 +148,8 @@ def test_losses_without_improvement_are_counted_as_defined(patience: int | None)
     while trainer.step < trainer.steps:
         trainer.step += 1
         validation.on_step_end(trainer, SimpleNamespace(step=trainer.step))  # type: ignore[arg-type]
-    # An equal loss is not an improvement, and neither is NaN. Losses 3 and 4 do not improve on loss
-    # 2, and losses 9 to 11 do not improve on loss 8.
+    # An equal loss is not an improvement, and neither is NaN. The losses of steps 3 and 4 do not
+    # improve on that of step 2, and those of steps 9 to 11 do not improve on that of step 8.
     assert trainer.step == {1: 3, 2: 4, 3: 11, None: 12}[patience]
     assert validation.ends_early == (patience is not None)
 

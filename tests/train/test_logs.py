@@ -122,8 +122,8 @@ def test_without_tensorboardx_the_error_says_how_to_install_it(
 def test_damaged_lines_of_the_csv_log_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     good = "3,0.5,0.1,1.0,0.01"
-    # "\u00b2" is a digit, but `int` rejects it. The last line is longer than a field of a CSV file
-    # may be.
+    # "\u00b2" is a digit, but `int` rejects it. The last damaged line is longer than a field of a
+    # CSV file may be.
     damaged = ["\u00b2,0.5,0.1,1.0,0.01", "4,x,0.1,1.0,0.01", "5,0.5", "9" * 200_000]
     path.write_text("\n".join(["step,loss,lr,grad_norm,seconds", *damaged, good, ""]))
     assert [row["step"] for row in read_log(path)] == ["3"]

@@ -40,6 +40,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle.settings.texts import Texts  # noqa: PLC0415
 
     model = given["model"]
+    # Only language models have the settings `Texts`.
     if Texts in families.find(model).groups:
         parser.require(given, "prompt")
         reject(given, OF_IMAGES, f"--model {model}, which writes texts")
@@ -87,7 +88,8 @@ def _draw(given: Mapping[str, Any]) -> None:
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task: LatentTask = load_model(given, placement.device, placement.precision)  # type: ignore[assignment]
     count = given.get("count", 1)
-    # A prompt may have options of its own, such as a size. All images stay in memory for the grid.
+    # A prompt may have options of its own, such as a size. All images stay in memory for the grid,
+    # so each check counts all of them.
     for prompt_options in {prompt.options for prompt in prompts}:
         task.require_room(len(prompts) * count, prompt_options)
     print(placement, flush=True)
@@ -117,6 +119,7 @@ def _write(given: Mapping[str, Any]) -> None:
         raise ConfigError("--overwrite has no effect without --output; leave it out")
     prompts = _prompts(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
+    # `load_model` calls `check` with the task before it loads weights.
     check = partial(_check_prompts, prompts, given)
     task: TextTask = load_model(given, placement.device, placement.precision, check)  # type: ignore[assignment]
     several = len(prompts) * count > 1
@@ -144,7 +147,7 @@ def _check_prompts(prompts: Sequence[str], given: Mapping[str, Any], task: TextT
 
     Raises:
         ConfigError: the chat template rejects a prompt, a prompt has no tokens or too many, or the
-            model lacks a token.
+            model's vocabulary lacks one of its tokens.
     """
     for prompt in prompts:
         if "raw" in given:

@@ -242,10 +242,10 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
         ShapeError: If the input has another number of dimensions, or is smaller than a window.
         ArgumentError: If a number is out of range, or `padding` is more than half of `kernel_size`.
     """
-    windows = _windows("max_pool2d", input, kernel_size, stride, padding, -3.0e38)
-    result = windows[0]
-    for window in windows[1:]:
-        result = result.maximum(window)
+    by_position = _by_position("max_pool2d", input, kernel_size, stride, padding, -3.0e38)
+    result = by_position[0]
+    for elements in by_position[1:]:
+        result = result.maximum(elements)
     return result
 
 
@@ -273,11 +273,11 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
         ShapeError: If the input has another number of dimensions, or is smaller than a window.
         ArgumentError: If a number is out of range, or `padding` is more than half of `kernel_size`.
     """
-    windows = _windows("avg_pool2d", input, kernel_size, stride, padding, 0.0)
-    result = windows[0]
-    for window in windows[1:]:
-        result = result + window
-    return result * (1.0 / len(windows))
+    by_position = _by_position("avg_pool2d", input, kernel_size, stride, padding, 0.0)
+    result = by_position[0]
+    for elements in by_position[1:]:
+        result = result + elements
+    return result * (1.0 / len(by_position))
 
 
 @explained
@@ -449,7 +449,7 @@ def _pair(name: str, argument: str, value: Any, least: int) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _windows(
+def _by_position(
     name: str, input: Tensor, kernel_size: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
     """Return, for each position in a window, the input elements at this position in all windows.
@@ -481,10 +481,10 @@ def _windows(
         raise ShapeError(
             f"{name}: kernel_size is {size}, which does not fit into the padded shape {input.shape}"
         )
-    windows = []
+    by_position = []
     for row in range(size[0]):
         rows = slice(row, row + (counts[0] - 1) * step[0] + 1, step[0])
         for column in range(size[1]):
             columns = slice(column, column + (counts[1] - 1) * step[1] + 1, step[1])
-            windows.append(input[..., rows, columns])
-    return windows
+            by_position.append(input[..., rows, columns])
+    return by_position

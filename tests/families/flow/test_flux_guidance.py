@@ -41,10 +41,10 @@ def train(
         seen: list[list[float] | None] = []
 
         def spied(self: Flux, *arguments: Any) -> tc.Tensor:
-            model = self.model
+            transformer = self.model
             # Only `predict` gets the spy: saving, for example, needs the transformer itself.
             with monkeypatch.context() as patch:
-                patch.setitem(vars(self), "model", Spy(model, seen))
+                patch.setitem(vars(self), "model", Spy(transformer, seen))
                 return predict(self, *arguments)
 
         monkeypatch.setattr(Flux, "predict", spied)

@@ -21,9 +21,9 @@ CAPTIONS = ("", "a red blur on a blue ground", "a blur")
 
 
 def test_positions_are_counted_from_the_centre() -> None:
-    # The file has the positions that diffusers computes for such an image and text.
+    # The file has the positions that diffusers computes for 5 rows and 3 columns of image tokens
+    # and 9 tokens of text.
     case = tc.load_file(GOLDEN / "transformer_forward.safetensors")
-    # 5 rows and 3 columns of image tokens, 9 tokens of text.
     image, text = positions(5, 3, 9, "cpu", centred=True)
     np.testing.assert_array_equal(image.numpy(), case["img_ids"].numpy())
     np.testing.assert_array_equal(text.numpy(), case["txt_ids"].numpy())
@@ -68,7 +68,8 @@ def test_guidance_gives_tokens_the_norms_of_the_prediction_for_the_prompt(
     guided, positive = tc.randn((1, 16, 4, 6)), 3 * tc.randn((1, 16, 4, 6))
 
     def norms(x: tc.Tensor) -> np.ndarray:
-        # A token is a square of 2x2 pixels of the latents with all channels: 2 rows, 3 columns.
+        # A token is a square of 2x2 pixels of the latents with all channels. The tokens form 2 rows
+        # and 3 columns.
         return np.sqrt((x.numpy().reshape(16, 2, 2, 3, 2) ** 2).sum((0, 2, 4)))
 
     found = family.rescaled(guided, positive)
@@ -132,7 +133,8 @@ def test_fp8_files_hold_nearly_the_same_weights(
     expected = families.load("qwen-image", path, "f32", "cpu", config).family.model.named_tensors()
     for name, tensor in expected.items():
         values = tensor.numpy()
-        # Rounding to three fraction bits errs by up to 1/16, about 0.06.
+        # Rounding to three fraction bits errs by up to 1/16, about 0.06. `atol` is for values near
+        # 0, which have fewer bits.
         np.testing.assert_allclose(
             found[name].numpy(), values, rtol=0.07, atol=0.002 * np.abs(values).max(), err_msg=name
         )

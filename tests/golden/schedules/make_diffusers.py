@@ -30,6 +30,7 @@ def main() -> None:
     )
     torch.float32 = float32
     arguments = latents.double(), noise.double(), timesteps
+    # `compute_snr` reads only this table of a scheduler. It returns f32.
     snr = compute_snr(
         SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod), torch.arange(1000)
     ).double()
