@@ -160,12 +160,12 @@ def main() -> None:
         labels = rng.integers(0, 10, batch)
         # BASE is the folder of the trained generator; without LoRA, training starts from scratch.
         model = tc.models.load(BASE, dtype="f32") if lora else tc.models.DigitsTransformer()
-        source = (
+        trained = (
             model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS)))
             if lora
             else model
         )
-        ours = source.named_parameters()
+        ours = trained.named_parameters()
         sides = {"ours": our_step(model, list(ours.values()), images, labels)}
         if torch:
             copy = {

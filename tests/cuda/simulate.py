@@ -71,7 +71,7 @@ def build(
         raise FileNotFoundError("a build needs a C compiler and CUDA's headers; see simulate.py")
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC"]
     flags += [
-        "-fno-sanitize=all",
+        "-fno-sanitize=all",  # zig adds sanitizers by default
         "-shared",
         f"-I{include}",
         *(f"-D{name}=missing_{name}" for name in missing),

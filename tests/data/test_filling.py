@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_number_of_images(
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.
     assert max(unwritten) <= (PENDING + 2) * batch_size
-    # The last batch of one image; image n has the colour n % 256.
+    # Each of these batches has one image; image n has the colour n % 256.
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
 
@@ -171,7 +171,8 @@ def test_captions_of_the_same_size_are_encoded_together(tmp_path: Path) -> None:
         return len(caption.split())
 
     # The size of a caption is its number of words. A batch has captions of equal size, and their
-    # sizes add up to at most 4, unless one caption is larger. The empty caption is always encoded.
+    # sizes add up to at most 4, unless one caption is larger. The empty caption is always encoded,
+    # first. The sizes follow in the order in which they first occur.
     captions = ["a b", "c", "d e", "f", "g h i j k", "l m", "n o p q r"]
     cache = TextCache(encode, DISK, IDENTITY, folder=tmp_path, most_size=4, size_of=size_of)
     cache.fill(captions)

@@ -38,8 +38,8 @@ def write_image(
 
 
 def test_the_error_for_a_folder_without_images_gives_a_fitting_hint(tmp_path: Path) -> None:
-    # The hint at kohya's names of folders, which give repeats, is only for a source without
-    # `repeats`. A recursive source already reads the folders inside it.
+    # Kohya's names of folders give repeats, so only a source without `repeats` gets the hint about
+    # them. A recursive source already reads the folders inside it, so it gets no hint.
     for entry, hint in (
         (Source(tmp_path), KOHYA_HINT),
         (Source(tmp_path, repeats=2), RECURSIVE_HINT),
@@ -172,7 +172,8 @@ def test_an_image_whose_header_gives_too_many_pixels_is_rejected(tmp_path: Path)
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
 
-    # Width, height, 8 bits for each channel, and 2 for RGB; 0 are the standard methods.
+    # Width, height, 8 bits for each channel, and 2 for RGB; the zeros are the standard compression
+    # and filter, and no interlacing.
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
     # The file has no pixels, so a reader that goes on after the header raises another error.
     path = tmp_path / "huge.png"
@@ -191,7 +192,7 @@ def test_large_images_are_read_without_warnings(
 ) -> None:
     write_image(tmp_path, "a.png", size=(100, 15))
     # Pillow warns about images with more than this number of pixels, and rejects those with more
-    # than twice this number.
+    # than twice this number. pytest turns warnings into errors.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert check_folder(tmp_path)[0].width == 100
 
@@ -239,6 +240,7 @@ def test_sizes_and_pixels_have_the_same_orientation(tmp_path: Path, orientation:
 def test_metadata_has_captions_of_images_below_but_caption_files_come_first(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     write_image(tmp_path / "images", "a.png", None)
+    # Folders below are not read, except for the images that the metadata lists.
     write_image(tmp_path / "images", "unlisted.png", None)
     write_image(tmp_path, "b.png", "its own")
     (tmp_path / "metadata.jsonl").write_text(
@@ -322,7 +324,8 @@ def test_digests_differ_only_if_contents_differ(tmp_path: Path) -> None:
     write_image(tmp_path, "b.png", size=(4, 3))
     write_image(tmp_path, "c.png", size=(4, 4))
     a, b, c = (image.digest for image in check_folder(tmp_path))
-    assert a == b != c
+    assert a == b
+    assert b != c
 
 
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
@@ -335,6 +338,7 @@ def test_incomplete_files_of_every_format_are_reported(tmp_path: Path, part: flo
         path.write_bytes(data[: int(len(data) * part)])
     found = read_folder(Source(tmp_path, caption="x"))
     assert found.images == ()
+    # Problems are sorted by path.
     for suffix, problem in zip(sorted(MODES), found.problems, strict=True):
         assert f"{suffix[1:]}{suffix}: cannot be decoded: " in problem
 

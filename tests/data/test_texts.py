@@ -246,6 +246,7 @@ def test_best_fit_uses_the_fullest_bin_that_has_room_and_needs_few_bins() -> Non
     bins = best_fit(lengths, 100)
     assert sorted(item for items in bins for item in items) == list(range(500))
     assert max(sum(lengths[item] for item in items) for items in bins) <= 100
+    # Full bins would be `sum(lengths) / 100`; at most 2 % and one bin more are needed.
     assert len(bins) <= 1.02 * sum(lengths) / 100 + 1
 
 
@@ -275,7 +276,7 @@ def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: i
     # The lengths of batches are multiples of this many tokens.
     length_step = batch_size * ROW_LENGTH // shapes
     found_shapes = set()
-    # As many batches as an epoch has rows: two epochs.
+    # A batch has two rows, so as many batches as an epoch has rows are two epochs.
     for number in range(packer.rows):
         batch = packer.batch(number)
         found_shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
@@ -289,7 +290,7 @@ def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: i
         for begin, end in pairwise(bounds):
             assert batch.positions[begin:end].tolist() == list(range(end - begin))
             if begin == end:
-                continue  # `cu_seqlens` repeats its last bound
+                continue  # `cu_seqlens` repeats its last bound to reach a fixed length
             assert batch.targets[end - 1] == IGNORED
             targets = batch.targets[begin : end - 1]
             counted = targets != IGNORED

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """Processes that run the same program in step, each with its own part of the data.
+    """Processes that run the same program in lockstep, each with its own part of the data.
 
     Except for `fail`, `in_step` and `close`, methods raise `DistributedError` if another process
     has failed.
@@ -53,7 +53,7 @@ class Group(Protocol):
         """Make all processes end; their error messages give the reason."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return a context for one step; if that takes too long, this process counts as failed."""
+        """Return a context for one step; a process whose step takes too long counts as failed."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -120,7 +120,7 @@ def make_group(world: World | None, device: str, facts: Mapping[str, str], **opt
     """Return the group of this process; without a launcher (`world` is None), the process alone.
 
     Args:
-        world: the ranks of this process, and where the processes meet.
+        world: the rank of this process, among all and on its machine, and where they meet.
         device: the device on which this process computes; not `auto`.
         facts: what must be equal in all processes, by name.
         options: further keyword arguments of `Processes`, the group of several processes: the

@@ -1,9 +1,9 @@
 """Writes adapters of language models for other programs, alone or merged into the model.
 
 In every format of adapters, the factor `up` of each layer (`lora_B`) is already multiplied by the
-layer's scale, and all factors are padded with zeros to the largest rank, which is also the alpha: a
-program that multiplies by alpha / rank multiplies by 1. A program thus applies the adapter as it
-was trained, even if it reads one rank and one alpha for all layers, or none at all.
+layer's scale, and all factors are padded with zeros to the largest rank. The alpha equals this
+rank, so a program that multiplies by alpha / rank multiplies by 1. A program thus applies the
+adapter as it was trained, even if it reads one rank and one alpha for all layers, or none at all.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter

@@ -6,8 +6,8 @@
 Needs a GPU: the CUDA kernels are the reference. `p0.N` has the initial values of a parameter of N
 elements, and `gradI.N` its gradient for step I, counted from 0. `NAME.pSTEP.N` has the values after
 the first step (1) or the last (6). `NAME.STATE.N` has a state of the optimizer after the last step.
-1000 elements are fewer than `min_8bit_size`, so the states of that parameter are f32. The stored
-file was made by the same calls with other random numbers.
+1000 elements are fewer than `min_8bit_size`, 4096, so the states of that parameter are f32. The
+stored file was made by the same calls with other random numbers.
 """
 
 import sys
