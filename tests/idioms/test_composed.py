@@ -204,6 +204,11 @@ def test_equations_that_do_not_fit_are_reported(equation: str, message: str) -> 
         tc.einsum(equation, t(X) if equation == "ab" else t(np.ones((3, 3))))
 
 
+@pytest.mark.parametrize("dtype", ["u8", "u32", "i64"])
+def test_one_hot_finds_the_number_of_classes(dtype: str) -> None:
+    assert F.one_hot(tc.tensor([1, 0], dtype=dtype)).tolist() == [[0, 1], [1, 0]]
+
+
 def test_classes_of_one_hot_are_integers() -> None:
     with pytest.raises(DTypeError, match=r"one_hot: the dtype is f32, expected .* `.to\("):
         F.one_hot(tc.tensor([0.0, 1.7]), 2)

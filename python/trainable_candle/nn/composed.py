@@ -57,7 +57,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
         )
     if not -1 <= num_classes < 2**31:
         raise ArgumentError(f"one_hot: num_classes is {num_classes}, expected -1 or a length")
-    values = input.detach().numpy()
+    values = input.detach().numpy().astype(np.int64)
     count = int(values.max(initial=-1)) + 1 if num_classes == -1 else num_classes
     if values.size and (values.min() < 0 or values.max() >= count):
         raise ArgumentError(
@@ -65,7 +65,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
             f"{count}"
         )
     rows = np.zeros((values.size, count), np.int64)
-    rows[np.arange(values.size), values.reshape(-1).astype(np.int64)] = 1
+    rows[np.arange(values.size), values.reshape(-1)] = 1
     return _core.tensor(rows.reshape((*values.shape, count)), device=input.device)
 
 
