@@ -57,7 +57,7 @@ def main() -> None:
         y = x
         for block in blocks:
             y = tc.checkpoint(block, y, policy=policy)
-        saved[policy] = tc.memory.saved_bytes()  # after the forward pass, when they are most
+        saved[policy] = tc.memory.saved_bytes()  # most bytes are kept at this point
         (y * y).mean().backward()
 
     sides = {

@@ -16,7 +16,7 @@ MERGES = 640
 # becomes one or two tokens instead of a token per letter.
 COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
 COMMON_COUNT = 5
-"""How often each of these words counts in addition to its occurrences in captions."""
+"""How often each word of `COMMON` counts in addition to its occurrences in captions."""
 
 
 def byte_symbols() -> list[str]:
@@ -33,7 +33,7 @@ def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
     """Return the pairs of symbols that byte-pair encoding merges (Sennrich et al., 2016).
 
     Each of `count` merges joins the pair that is most frequent in the words; of equally frequent
-    pairs, the first in order. Training ends earlier if no word has two symbols.
+    pairs, the first in the sort order of strings. Training ends earlier if no word has two symbols.
 
     Args:
         words: ASCII words with the number of their occurrences.

@@ -5,7 +5,8 @@ Hopper are for many queries and keys; other kernels are for at most 80 keys; the
 are for all else.
 
 `cuda.run` runs code and returns the log of its driver calls. `mark(name)` in the code starts a part
-of the log, and `after(name)` selects this part.
+of the log, and `after(name)` selects this part. Calls of the kind "refused" are those that the
+simulated driver rejected.
 """
 
 from collections import Counter
@@ -129,8 +130,8 @@ def test_short_segments_use_the_general_kernels(cuda: Any) -> None:
     assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
     backward = run.after("backward").launches
     # The 2 key heads have four tiles of keys each. One block for each tile would leave most
-    # multiprocessors idle, so several blocks share a tile. Each works on some of the six query
-    # heads that share a key head, and `attention_sum_parts` adds up their results.
+    # multiprocessors idle, so several blocks share a tile. Each block works on some of the six
+    # query heads that share a key head, and `attention_sum_parts` adds up their results.
     assert [name for name in backward if name.startswith("attention")] == [
         "attention_delta_bf16",
         "attention_varlen_backward_w64_bf16",

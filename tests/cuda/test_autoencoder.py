@@ -112,7 +112,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
     assert run.of("refused") == []
     # `draw` calls `features` twice for each image: for the prompt and for the negative prompt. The
     # steps of the image follow the second call, up to the mark "decode". `run.after` finds only the
-    # first of several marks with the same name, so the parts are cut out here.
+    # first of several marks with the same name, so the parts are cut out here (without the output).
     marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
     parts = [
         type(run)("", run.calls[start + 1 : end])

@@ -213,21 +213,21 @@ def valid_value(function: Any, name: str, default: Any) -> Any:
     return make() if make else default
 
 
-def arguments(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
+def arguments(function: Any, tested: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and the named arguments of a call.
 
-    The parameter `wrong` gets `value`; other parameters without a default get valid values.
+    The parameter `tested` gets `value`; other parameters without a default get valid values.
     """
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, parameter in parameters(function).items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             # Most parameters of this kind are a shape.
-            positional.append(value if name == wrong else valid_value(function, name, (2, 2)))
+            positional.append(value if name == tested else valid_value(function, name, (2, 2)))
         elif parameter.kind is parameter.VAR_KEYWORD:
             continue
-        elif name == wrong or parameter.default is parameter.empty:
-            given = value if name == wrong else valid_value(function, name, None)
+        elif name == tested or parameter.default is parameter.empty:
+            given = value if name == tested else valid_value(function, name, None)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(given)
             else:

@@ -136,7 +136,7 @@ def test_loss_and_gradient_of_a_step_are_means_weighted_by_batch_size() -> None:
         tc.optim.SGD([weight], lr=0.1),
         Uneven(),
         inputs=lambda rows: {"x": tc.tensor(X[rows]), "y": tc.tensor(Y[rows])},
-        weigh=len,  # the weight of a batch is its number of rows
+        weigh=len,  # a batch counts in proportion to its rows
         steps=2,
         gradient_accumulation=2,
         callbacks=[recorder],

@@ -76,7 +76,7 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """Return the learning rate and, except for OFT, which has no alpha, alpha = 2 * rank."""
+        """Return the learning rate and alpha, which is 2 * rank; OFT has no alpha."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         alpha = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
         return {"learning_rate": rate, **alpha}
@@ -92,7 +92,7 @@ class CausalLM:
             MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
                 of another model.
         """
-        _ = self._facts
+        _ = self._facts  # `inspect`, which reads the facts, checks the weights
 
     @cached_property
     def _facts(self) -> PartFacts:
@@ -105,12 +105,12 @@ class CausalLM:
 
     @property
     def context(self) -> int:
-        """The context length: the most tokens of a text that the model was made for."""
+        """The context length: the largest number of tokens for which the model was made."""
         return context_of(self._facts.config)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The model's `config.json`."""
+        """The entries of the model's `config.json`; `config` has the settings of the run."""
         return self._facts.config
 
     @property
@@ -122,7 +122,8 @@ class CausalLM:
     def repeats(self) -> bool:
         """Whether packed rows of equal size run the same operations, whatever texts they contain.
 
-        They do not if the kind of rotary scaling depends on the length of the longest text.
+        They do not if the rotary scaling depends on the length of the longest text; the run then
+        uses no CUDA graphs. This has nothing to do with the `repeats` of a data set.
         """
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -134,11 +135,15 @@ class CausalLM:
         return kind != "dynamic"
 
     def layers(self) -> Mapping[str, Shape]:
-        """Return the shapes of the linear layers' weights, by the layers' names."""
+        """Return the shapes of the weights of the linear layers that can have adapters, by name."""
         return self._facts.layers
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
         """Check that the adapters in a file are those that the settings describe.
+
+        Args:
+            path: the file.
+            layers: the layers that get adapters according to the settings.
 
         Raises:
             ConfigError: the adapters differ from the settings.

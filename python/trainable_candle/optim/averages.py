@@ -113,6 +113,7 @@ class VariableEMA:
         traceback: TracebackType | None,
     ) -> None:
         """Set the variables to the trained values that they had before the `with` block."""
+        # `__enter__` has set `_trained`; only its type allows None.
         trained, self._trained = self._trained, None
         self._set_variables(trained or [])
 

@@ -60,8 +60,8 @@ class Machine(Group):
     """Device, precision, memory."""
 
     section: ClassVar[str] = sections.MACHINE
-    # Each condition has the names of settings, when they have an effect for a configuration `c`,
-    # and the flags to name in the error if they have none.
+    # Each condition has the names of settings, a function that says whether they have an effect in
+    # a configuration `c`, and the flags that the error names if they have no effect.
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("cuda_graphs", "stream_blocks", "stream_modulation", "stream_from"),

@@ -46,7 +46,7 @@ class Setting:
     """Whether a tokenizer reads the value, which must then be valid UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
     """Whether a resumed run may change the value and still compute what the earlier run would have
-    computed; or a function that decides this from the values of all its settings, by name."""
+    computed; or a function that decides this from the values of all the run's settings, by name."""
     section: str | None = None
     """The section of the help; None: that of the group."""
     synonyms: tuple[str, ...] = ()
@@ -102,8 +102,8 @@ _PAST_INT64: Final = 2**63
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """Convert a value to the type of its setting, `hint`, and check the value.
 
-    A float may be given as a whole number or as a text, a list of names as a text with commas, and
-    a list of one text as that text.
+    A float may be given as a whole number or as a text. A list of names may be given as a text with
+    commas, and a list with a single text as that text.
 
     Raises:
         ConfigError: the type is wrong, the value is none of the choices or is outside its range, or
@@ -196,9 +196,9 @@ def _check_value(name: str, value: Any, setting: Setting) -> None:
         return
     if setting.choices and value not in setting.choices:
         near = difflib.get_close_matches(value.lower(), setting.choices, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
+        suggestion = f"; did you mean `{near[0]}`?" if near else ""
         raise ConfigError(
-            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
+            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{suggestion}"
         )
     if not isinstance(value, (int, float)):
         return

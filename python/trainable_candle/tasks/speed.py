@@ -34,7 +34,10 @@ time of the computation alone, and b that of the copies alone."""
 
 @dataclass(frozen=True)
 class Work:
-    """The arithmetic and the transfers of a micro-batch."""
+    """The arithmetic and the transfers of a micro-batch.
+
+    The fields from `blocks` on have facts about the models that decide which plans are possible.
+    """
 
     layers: float
     """Floating-point operations of the frozen layers in a forward pass."""
@@ -45,8 +48,8 @@ class Work:
     recomputed: float
     """The share of the blocks' forward pass that the backward pass repeats."""
     decoded: float
-    """The number of weights that each forward and backward pass dequantizes: of a quantized model,
-    all parameters are counted; otherwise it is 0."""
+    """The number of weights that each forward and backward pass dequantizes. For a quantized model,
+    this counts all parameters; for any other model it is 0."""
     streamed: float
     """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
     backward pass."""
@@ -138,13 +141,13 @@ def rates_of(name: str) -> Rates | None:
     return GPUS[max(matches, key=len)] if matches else None
 
 
-def with_peers(rates: Rates, link: str) -> Rates:
-    """Return the rates of a GPU that copies streamed weights from other GPUs over `link`.
+def with_peers(rates: Rates, peer_link: str) -> Rates:
+    """Return the rates of a GPU that copies streamed weights from other GPUs over `peer_link`.
 
     Without NVLink the rates stay the same: copies from other GPUs cross the same bus as copies from
     host memory.
     """
-    return replace(rates, streams=_NVLINK) if link == NVLINK else rates
+    return replace(rates, streams=_NVLINK) if peer_link == NVLINK else rates
 
 
 def work_of(

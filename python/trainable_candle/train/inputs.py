@@ -1,4 +1,4 @@
-"""Makes the inputs of the losses of a step from the batches of the step."""
+"""Makes the inputs of the loss for each batch of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 SHARE: Final = "share"
-"""The name of the input that is the weight of a batch's loss in the loss of its step."""
+"""The name of the input that has a batch's share; see `BatchInputs.share`."""
 
 
 class BatchInputs(NamedTuple):
@@ -32,14 +32,15 @@ class BatchInputs(NamedTuple):
     """The number of the batch in the run, counted over all processes."""
     inputs: Any
     share: float
-    """The weight of this batch's loss in the loss of the step."""
+    """The factor of this batch's loss in the loss of the step: the batch's weight (1 if the
+    trainer has no `weigh`) times a number that is the same for all batches of the step."""
     amount: float = 0.0
     """The number of images, tokens or other units in the batch."""
 
 
 @dataclass(frozen=True)
 class StepInputs(Generic[Batch]):
-    """Makes the inputs of steps. `Trainer` explains the fields, its arguments of the same names."""
+    """Makes the inputs of steps. The fields are arguments of `Trainer`, which explains them."""
 
     data: BatchSource[Batch]
     parameters: Mapping[str, Var]

@@ -1,4 +1,4 @@
-"""Every optimizer trains a flow model, and a run that resumes has equal bits."""
+"""Every optimizer trains a flow model, and a resumed run gives the same bits as an unbroken one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,12 +54,14 @@ def test_every_optimizer_trains_flux_and_resumes_bit_for_bit(
 
     train("unbroken")
     rows = read_json_log(tmp_path / "unbroken" / "train.jsonl")
+    # Validation runs before the first step and after the last.
     before, after = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert after < before
     train("resumed", resume=str(checkpoint_path(tmp_path / "unbroken", 2)))
     unbroken, resumed = (values(tmp_path / n / "adapter.safetensors")
                          for n in ("unbroken", "resumed"))  # fmt: skip
     assert resumed == unbroken
+    # The steps that the resumed run repeated changed every tensor.
     earlier = tmp_path / "unbroken" / "adapter-step000002.safetensors"
     assert all(unbroken[name] != value for name, value in values(earlier).items())
     losses, again = ([row["loss"] for row in read_log(tmp_path / n / LOG)]

@@ -65,7 +65,8 @@ class PreparedLatents:
         encoded = self._latents.batch(batch)
         seed = self._dataset.seed
 
-        # An autoencoder may encode an image as a distribution; these numbers draw latents from it.
+        # An autoencoder may encode an image as a distribution; then the numbers that `normal`
+        # returns draw latents from it.
         def normal() -> Tensor:
             return normal_samples(encoded["mean"].shape[1:], batch.samples, seed, "latents")
 
@@ -110,19 +111,20 @@ class PreparedLatents:
         and noise level, the same at every call.
         """
         family = self._family
+        # `at_once` is the least batch size of validation.
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         rounds = math.ceil(family.validation_examples / len(self))
         numbered: list[tuple[Batch, range]] = []  # batches with the numbers of their examples
-        count = 0
+        total = 0
         for _ in range(max(1, rounds)):
             for batch in batches:
-                numbered.append((batch, range(count, count + len(batch))))
-                count += len(batch)
+                numbered.append((batch, range(total, total + len(batch))))
+                total += len(batch)
         # Sums of losses; each process computes those of some batches, and all get the same list.
         losses = measured(
             self._group, numbered, lambda item: self._validation_loss(*item) * len(item[0])
         )
-        return math.fsum(losses) / count
+        return math.fsum(losses) / total
 
     @tc.no_grad()
     def _validation_loss(self, batch: Batch, examples: Sequence[int]) -> float:
