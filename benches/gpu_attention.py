@@ -3,11 +3,12 @@
 python benches/gpu_attention.py [--only flux] [--seconds 0.3] [--backends FLASH_ATTENTION]
 TRAINABLE_CANDLE_GENERAL_KERNELS=1 python benches/gpu_attention.py
 
-bf16, batch 1, no mask. Each line has the milliseconds of a forward pass, of a backward pass (a pass
-forward and backward less a forward pass) and of both, and the TFLOP/s of each: ours, then those of
-torch's backends. The backward pass counts 2.5 times the operations of the forward pass. The last
-number of a backend is our time, forward and backward, divided by the backend's. All times are
-without a CUDA graph, and include what the host needs to start the kernels.
+bf16, batch 1, no mask. Each line has the milliseconds of a forward pass, of a backward pass and of
+the two together, and the TFLOP/s of each: ours, then those of torch's backends. The time of the
+backward pass is the time of the two less that of a forward pass. The backward pass counts as 2.5
+times the operations of the forward pass: five matrix products instead of two. The last number of a
+backend is our time of the two divided by the backend's. All times are without a CUDA graph, and
+include what the host needs to start the kernels.
 
 With the environment variable, a GPU of compute capability 9.0 runs the kernels that other GPUs run.
 """
@@ -50,8 +51,8 @@ class Size:
 
 IMAGE = 64 * 64
 """The tokens of an image of 1024 x 1024 px: patches of 2 x 2 latents."""
-# Names, heads, tokens, features of a head. SDXL's UNet halves its 128 x 128 latents once, then
-# twice. Tokens beside those of the image are text.
+# Names, heads, tokens, features of a head. SDXL's UNet attends to its 128 x 128 latents halved once
+# to 64 x 64, and halved twice to 32 x 32. Tokens beside those of the image are text.
 SDXL = (
     Size("sdxl, 640 channels", 10, 64 * 64, 64),
     Size("sdxl, 1280 channels", 20, 32 * 32, 64),
@@ -104,9 +105,9 @@ def ours(size: Size, machine: Machine) -> Times:
 
 def theirs(torch: Any, size: Size, backend: str, seconds: float) -> Times | str:
     """Return torch's times with a backend, or the reason why it cannot run."""
-    attention, half = torch.nn.attention, {"device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = (torch.randn(size.shape, requires_grad=True, **half) for _ in range(3))
-    grad = torch.randn(size.shape, **half)
+    attention, options = torch.nn.attention, {"device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(size.shape, requires_grad=True, **options) for _ in range(3))
+    grad = torch.randn(size.shape, **options)
 
     def forward() -> None:
         with torch.no_grad():

@@ -98,7 +98,8 @@ def main_colour(image: Image.Image) -> str:
         for name, low, high in HUES
     }
     pale = (saturation <= 140) & (saturation > 50) & (value > 150)
-    # Pale pixels of hues from 320 to 375 count as pink, too.
+    # Pale pixels of hues from 320 to 375 count as pink, too; those that are also strong, with a hue
+    # below 345, count twice.
     shares["pink"] += float(np.mean(pale & (((hue - 320) % 360) < 55)))
     shares["white"] = 0.7 * float(np.mean((saturation <= 45) & (value > 170)))
     colour = max(shares, key=lambda name: shares[name])
@@ -108,8 +109,8 @@ def main_colour(image: Image.Image) -> str:
 def captions(flower: str, colour: str) -> list[str]:
     """Return the captions for images of this flower and colour; '' is no colour.
 
-    Each training step draws one of them for each image. The usual wording is in the list twice, so
-    it is drawn twice as often as any other.
+    Each training step draws one of them for each image. The usual wording is in the list twice
+    (without a colour, three times), so it is drawn most often.
     """
     named = f"{colour} {flower}".strip()
     plural = f"{named[:-1]}ies" if flower == "daisy" else f"{named}s"

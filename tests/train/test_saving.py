@@ -228,12 +228,12 @@ def save(value):
     facts = state.RunState(step=3, batches=3, scaler=None, settings={"value": value})
     state.save(folder, parameters, optimizer, facts)
 
-def save_until_killed(operations, value):
+def save_until_killed(allowed, value):
     def hook(event, _):
-        nonlocal operations
+        nonlocal allowed
         if event.startswith(("open", "os.", "shutil.")):
-            operations -= 1
-            if operations == -1:
+            allowed -= 1
+            if allowed < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
     save(value)
@@ -306,9 +306,9 @@ def test_a_run_that_is_killed_while_saving_resumes_bit_for_bit(
     settings.write_text(interrupted.to_yaml())
     statuses = []
     # The first four runs are killed at different points of their saves; the last is not killed.
-    for event in (11, 29, 47, 90, 0):
+    for events in (11, 29, 47, 90, 0):
         resume = ["--resume", "latest"] if checkpoints(Path(interrupted.output)) else []
-        command = [sys.executable, "-c", KILLED, str(settings), str(event), *resume]
+        command = [sys.executable, "-c", KILLED, str(settings), str(events), *resume]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         statuses.append(run.returncode)
         assert run.returncode in {0, -signal.SIGKILL}, run.stderr

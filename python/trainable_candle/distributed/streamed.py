@@ -84,18 +84,19 @@ def slowest_link(group: Group, device: str) -> str:
     # "bus": the address of the GPU on the PCI bus, the same in all processes of the machine.
     mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
     # `exchange` returns the bytes of all processes, in the order of their ranks.
-    found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
+    found = [json.loads(content) for content in group.exchange(json.dumps(mine).encode())]
     if least_sharing([facts["machine"] for facts in found]) < 2:
         raise ConfigError(
             "stream_from: a process has no peer with which it can share memory; start at least two "
             f"on each machine, as one user and in one container, {_CURE}"
         )
     here = [facts["bus"] for facts in found if facts["machine"] == mine["machine"]]
-    links = {bus: _core.cuda_link(device, bus) or BUS for bus in here if bus != mine["bus"]}
+    others = [address for address in here if address != mine["bus"]]
+    links = {address: _core.cuda_link(device, address) or BUS for address in others}
     # If the processes of the machine share one GPU, there are no links, and `peer` is empty.
-    peer = min(links, key=lambda bus: _ORDER.index(links[bus]), default="")
+    peer = min(links, key=lambda address: _ORDER.index(links[address]), default="")
     slowest_here = [links.get(peer, BUS), mine["bus"], peer]
-    by_rank = [json.loads(link) for link in group.exchange(json.dumps(slowest_here).encode())]
+    by_rank = [json.loads(content) for content in group.exchange(json.dumps(slowest_here).encode())]
     link, near, far = min(by_rank, key=lambda slowest: _ORDER.index(slowest[0]))
     if link == _NONE:
         raise ConfigError(

@@ -21,7 +21,8 @@ class OwnTerms(NamedTuple):
     losses: Sequence[Tensor]
     """The loss of each batch, an f64 tensor without dimensions."""
     shares: Sequence[float]
-    """The weight of each loss in the loss of the step, which is the sum of share times loss."""
+    """The weight of each loss in the loss of the step: that is the sum of share times loss, which
+    `divide_by_shares` divides by the sum of the shares."""
     stop_requested: bool
     """Whether this process was asked to stop."""
     amount: float
@@ -50,7 +51,7 @@ def sum_up(
     """
     terms = [share * loss for share, loss in zip(own.shares, own.losses, strict=True)]
     counts = [math.fsum(own.shares), float(own.stop_requested), own.amount]
-    # `sum_gradients` adds up `tail` together with the gradients. It has the four numbers below.
+    # `sum_gradients` adds up `tail`, four numbers of each process, together with the gradients.
     extra = tc.tensor(counts, dtype="f64", device=own.losses[0].device)
     tail = tc.cat([tc.stack(terms).sum().reshape((1,)), extra])
     loss, shares, stop_requests, amount = group.sum_gradients(parameters, tail).chunk(4)

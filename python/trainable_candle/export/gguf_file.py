@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
-    """Write a complete file. One tensor is in memory at a time.
+    """Write a complete file with the metadata `facts`. One tensor is in memory at a time.
 
     Raises:
         ConfigError: a tensor's rows do not consist of whole blocks of its kind, its values are not
@@ -121,7 +121,9 @@ def _size(entry: Entry) -> int:
 
 
 def _content(entry: Entry) -> bytes:
-    """Return the bytes of a tensor; the codes of a quantized tensor contain its scales.
+    """Return the bytes of a tensor.
+
+    In these formats, the codes of a quantized tensor are whole blocks, which contain the scales.
 
     Raises:
         ConfigError, ArgumentError: its kind cannot represent a value.
@@ -158,8 +160,8 @@ def _fact(value: Fact) -> tuple[int, bytes]:
     count = struct.pack("<Q", len(value))
     if isinstance(first, str):
         return _ARRAY, struct.pack("<I", _STRING) + count + b"".join(map(_string, value))
-    number, code = (_FLOAT, "f") if isinstance(first, float) else (_I32, "i")
-    return _ARRAY, struct.pack("<I", number) + count + struct.pack(f"<{len(value)}{code}", *value)
+    number, letter = (_FLOAT, "f") if isinstance(first, float) else (_I32, "i")
+    return _ARRAY, struct.pack("<I", number) + count + struct.pack(f"<{len(value)}{letter}", *value)
 
 
 def _string(text: str) -> bytes:

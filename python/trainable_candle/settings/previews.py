@@ -129,7 +129,7 @@ class Previews(Group):
 
 @dataclass(frozen=True)
 class Denoising(Group):
-    """The number of sampling steps of a preview."""
+    """The number of sampling steps of a preview, a setting that the demo's family has, too."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (_needs_prompts("sample_steps"),)

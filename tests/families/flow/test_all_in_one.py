@@ -14,8 +14,8 @@ from trainable_candle.models import CLIPTextModel
 
 CLIPS = ("text_encoder", "text_encoder_2")
 PARTS = ("transformer", "vae", *CLIPS, "text_encoder_3")
-# The sizes of CLIP's published vocabulary and of its rows of tokens, which the package's own
-# tokenizer has: a file holds no tokenizer.
+# The sizes of CLIP's published vocabulary and of its rows of tokens. A file holds no tokenizer, so
+# the tokenizer is the package's own, which has these sizes.
 VOCABULARY = {"vocab_size": 49_408, "max_position_embeddings": 77, "eos_token_id": 49_407}
 
 

@@ -4,7 +4,8 @@
     python make_torch.py torch.safetensors
 
 All runs of optimizers are on the CPU, start from the parameter `p0` and take one step with each
-gradient `grad.I`. `NAME.p` is the parameter and `NAME.STATE` is a state of the optimizer, both
+gradient `grad.I`. NAME is a key of `CASES`, or `adafactor_SHAPE` with a key of
+`ADAFACTOR_SHAPES`. `NAME.p` is the parameter and `NAME.STATE` is a state of the optimizer, both
 after the last step, in f32. `NAME.f64.p` and `NAME.f64.STATE` have the same in f64.
 `clip.TYPE.norm` is the norm of type TYPE (2 or inf) of all gradients together before clipping, and
 `clip.TYPE.grad.3` is gradient 3 after clipping to a norm of 1.5. `schedule.NAME` has the factor of
@@ -76,16 +77,16 @@ def main(path: str) -> None:
         tensors[f"grad.{i}"] = grad
     for dtype in (torch.float32, torch.float64):
         for name, (optimizer, arguments) in CASES.items():
-            name = name if dtype == torch.float32 else f"{name}.f64"
+            suffix = "" if dtype == torch.float32 else ".f64"
             param = torch.nn.Parameter(tensors["p0"].to(dtype, copy=True))
             opt = optimizer([param], **arguments)
             for grad in grads:
                 param.grad = grad.to(dtype, copy=True)
                 opt.step()
-            tensors[f"{name}.p"] = param.detach()
+            tensors[f"{name}{suffix}.p"] = param.detach()
             for key, value in opt.state[param].items():
                 if key != "step":
-                    tensors[f"{name}.{key}"] = value
+                    tensors[f"{name}{suffix}.{key}"] = value
 
     for shape_name, shape in ADAFACTOR_SHAPES.items():
         count = torch.Size(shape).numel()

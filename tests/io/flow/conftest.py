@@ -24,23 +24,24 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
 POOLED = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
-EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
+# The settings that each kind changes.
+DEFAULTS: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
     # SD3's default targets. In Flux's single blocks, these layers have only some of the rows of the
     # fused layer `linear1`.
-    "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
-    "lora": EVERYWHERE,
-    "rslora": EVERYWHERE | {"use_rslora": True},
-    "patterns": EVERYWHERE | {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 9.0}},
-    "dora": EVERYWHERE | {"use_dora": True},
-    "dora_attention": EVERYWHERE | {"use_dora": True, "target_modules": ["to_q", "to_k"]},
+    "attention": DEFAULTS | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
+    "lora": DEFAULTS,
+    "rslora": DEFAULTS | {"use_rslora": True},
+    "patterns": DEFAULTS | {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 9.0}},
+    "dora": DEFAULTS | {"use_dora": True},
+    "dora_attention": DEFAULTS | {"use_dora": True, "target_modules": ["to_q", "to_k"]},
     # Without `wd_on_output`, DoRA has a magnitude for each input of a layer, not for each output.
-    "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},
-    "loha": EVERYWHERE | {"adapter": "loha"},
-    "lokr": EVERYWHERE | {"adapter": "lokr"},
-    "oft": EVERYWHERE | {"adapter": "oft", "oft_block_size": 4},
-    "oft_inputs": EVERYWHERE | {"adapter": "oft", "oft_block_size": 4, "oft_side": "input"},
-    "oft_attention": EVERYWHERE
+    "dora_input": DEFAULTS | {"use_dora": True, "wd_on_output": False},
+    "loha": DEFAULTS | {"adapter": "loha"},
+    "lokr": DEFAULTS | {"adapter": "lokr"},
+    "oft": DEFAULTS | {"adapter": "oft", "oft_block_size": 4},
+    "oft_inputs": DEFAULTS | {"adapter": "oft", "oft_block_size": 4, "oft_side": "input"},
+    "oft_attention": DEFAULTS
     | {"adapter": "oft", "oft_block_size": 4, "target_modules": ["to_q", "to_k"]},
 }
 
@@ -49,7 +50,7 @@ class Family(NamedTuple):
     """A transformer and its golden inputs."""
 
     name: str
-    kind: type[Model]
+    model_class: type[Model]
     inputs: tuple[str, ...]
     layer: str = "transformer_blocks.0.attn.to_q"
     """The name of a linear layer in the transformer."""
@@ -63,7 +64,7 @@ class Family(NamedTuple):
 
     def load(self) -> Model:
         """The model in f32."""
-        return self.kind.from_pretrained(self.folder, dtype="f32")
+        return self.model_class.from_pretrained(self.folder, dtype="f32")
 
     def golden_inputs(self) -> dict[str, tc.Tensor]:
         """The golden inputs by name."""
@@ -126,6 +127,7 @@ def attach() -> Callable[..., tc.AdapterSet]:
         adapter = model.add_adapter(tc.LoraConfig(**KINDS[kind] | other))
         for name, var in adapter.named_parameters().items():
             if name.endswith(("magnitude_vector.weight", "dora_scale")):
+                # A magnitude starts as a norm of the weight, and stays near it.
                 var.set(var * (1 + 0.2 * tc.rand(var.shape)))
             else:
                 var.set(var + 0.1 * tc.randn(var.shape))

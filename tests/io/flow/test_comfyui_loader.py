@@ -44,14 +44,14 @@ def pipeline(family: Family, tmp_path: Path) -> Path:
     config = folder / "transformer" / "config.json"
     config.parent.mkdir(parents=True)
     config.write_text(json.dumps(json.loads((family.folder / "config.json").read_text()) | SD3))
-    family.kind.from_config(config).save_pretrained(config.parent)
+    family.model_class.from_config(config).save_pretrained(config.parent)
     return folder
 
 
 @pytest.fixture
 def load(family: Family, pipeline: Path) -> Callable[[], tc.models.Model]:
     """A function that loads the transformer of the pipeline in f32."""
-    return lambda: family.kind.from_pretrained(pipeline / "transformer", dtype="f32")
+    return lambda: family.model_class.from_pretrained(pipeline / "transformer", dtype="f32")
 
 
 @pytest.fixture

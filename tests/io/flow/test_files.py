@@ -135,7 +135,7 @@ def test_metadata_name_the_size_of_the_base(
     folder.mkdir()
     config = json.loads((family.folder / "config.json").read_text()) | sizes
     (folder / "config.json").write_text(json.dumps(config))
-    family.kind.from_config(folder / "config.json").save_pretrained(folder)
+    family.model_class.from_config(folder / "config.json").save_pretrained(folder)
     adapter = tc.models.load(folder).add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
     path = tmp_path / "adapter.safetensors"
     adapter.save(path)
