@@ -208,7 +208,7 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     floor = machine.floor("bf16", case.step_flops, moved=0)
     times = gpu_timing.milliseconds(ours=replayed, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}{gpu_timing.on(machine)}: {speed(case, replayed)}; {times}; "
+        f"{case.title}{gpu_timing.title_suffix(machine)}: {speed(case, replayed)}; {times}; "
         f"peak {peak / GIB:.2f} GiB; first {first:.1f} s",
         flush=True,
     )

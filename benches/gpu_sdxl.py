@@ -174,7 +174,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     floor = machine.floor("bf16", case.flops, moved=0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}{gpu_timing.on(machine)}: {times}; "
+        f"{case.title}{gpu_timing.title_suffix(machine)}: {times}; "
         f"peak {peak / GIB:.2f} GiB, as a graph {reserved / GIB:.2f}; "
         f"{kernels.launches} launches, kernels {kernels.milliseconds:.1f} ms; "
         f"first step {first:.1f} s",

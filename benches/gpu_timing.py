@@ -86,7 +86,7 @@ def start(options: argparse.Namespace) -> Machine:
     return Machine(device, flops, bandwidth, torch, options.seconds, options.base_precision)
 
 
-def on(machine: Machine) -> str:
+def title_suffix(machine: Machine) -> str:
     """Return what to append to a case's title: a quantized base's format, "products" for W8A8."""
     products = " and products" if tc.get_w8a8() else ""
     return f", {machine.base} base{products}" if machine.base else ""
@@ -153,7 +153,10 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """Return the call as a CUDA graph, without its results, which each replay would copy."""
+    """Return the call as a CUDA graph.
+
+    The graph drops the results of the call, because each replay would copy them.
+    """
 
     def run(_: tc.Tensor) -> None:
         call()
@@ -202,4 +205,5 @@ def profiled(call: Callable[[], object], device: str, rows: int = 40) -> None:
     call()
     with tc.cuda.profile(device) as profile:
         call()
+    # The first line has the totals.
     print("\n".join(str(profile).splitlines()[: rows + 1]), flush=True)

@@ -312,7 +312,7 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     floor = machine.floor("bf16", case.step_flops, moved=0)
     times = gpu_timing.milliseconds(ours=replayed, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}{gpu_timing.on(machine)}: {times}; peak {peak / GIB:.2f} GiB; "
+        f"{case.title}{gpu_timing.title_suffix(machine)}: {times}; peak {peak / GIB:.2f} GiB; "
         f"first {first:.1f} s",
         flush=True,
     )

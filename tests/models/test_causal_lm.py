@@ -23,13 +23,14 @@ BY_LENGTH = ("dynamic", "longrope", "longrope short")
 
 
 def stored(logits: tc.Tensor) -> np.ndarray:
-    """The logits, (N, T, V), that a case has: of every 16th token, which keeps its file small.
+    """The part of `logits`, (N, T, V), that a golden case has; the rest would make its file large.
 
-    At position t they begin with token t % 16, so that all rows of the head are compared.
+    It has every 16th of the V tokens. At position t they begin with token t % 16, so that all rows
+    of the head are compared.
     """
     values = logits.to("cpu").numpy()
-    positions, tokens = values.shape[1:]
-    chosen = np.arange(0, tokens, 16) + np.arange(positions)[:, None] % 16
+    positions, vocabulary = values.shape[1:]
+    chosen = np.arange(0, vocabulary, 16) + np.arange(positions)[:, None] % 16
     return np.asarray(np.take_along_axis(values, chosen[None].repeat(len(values), 0), 2))
 
 

@@ -30,7 +30,7 @@ def random_inputs(rows: int, heads: int, key_heads: int, width: int) -> list[np.
 
 
 def visible(length: int, window: int | None) -> np.ndarray[Any, Any]:
-    """Return the causal mask of a segment: whether a query (first axis) attends to a key (second)."""
+    """Return a segment's causal mask: whether a query (first axis) attends to a key (second)."""
     distance = np.arange(length)[:, None] - np.arange(length)
     return (distance >= 0) & (distance < (window or length))
 

@@ -46,7 +46,10 @@ class Model:
         return TrainConfig(**{**values, "dataset": str(self.dataset), **changes})
 
     def estimate(self, config: TrainConfig, limit: float) -> Callable[[TrainConfig], Estimate]:
-        """Return a function that estimates a run with settings like `config` in `limit` bytes."""
+        """Return a function that estimates runs in `limit` bytes.
+
+        Their settings may differ from `config` in those that a plan chooses.
+        """
         family: Any = self.family(self.weights, "bf16", "cuda", config)
         if self.family.name == "causal-lm":
             tokens = 2048
@@ -168,6 +171,7 @@ def test_a_plan_keeps_given_settings_and_its_error_names_those_to_change(flux: M
     assert {name: getattr(plan.config, name) for name in given} == given
     assert not plan.chosen.keys() & given.keys()
     message = "with --gradient-checkpointing full --base-precision nf4 --stream-modulation the run"
+    # With these three changes the run fits, so the error does not name `stream_blocks`.
     with pytest.raises(OutOfMemoryError, match=message):
         flux.plan(budget(8), **given, stream_blocks=0)
 
@@ -281,7 +285,8 @@ def test_a_plan_streams_weights_that_do_not_fit_from_peers(flux: Model) -> None:
 
 
 def test_processes_share_no_host_memory_besides_streamed_weights(flux: Model) -> None:
-    # `host_need` uses only `sharing`. The added GiB is for the original weights that LoftQ needs.
+    # Of these limits, `host_need` uses only `sharing`. The added GiB is for the original weights that
+    # LoftQ needs.
     limits = Budget(1.0, 1.0, processes=2, sharing=2)
     streamed = flux.plan(budget(12), gradient_checkpointing="full").estimate
     assert limits.host_need(replace(streamed, host=streamed.host + GIB)) == streamed.host / 2 + GIB
@@ -379,6 +384,7 @@ def test_a_batch_of_auto_divides_the_effective_batch(
     tmp_path: Path, effective: int, most: int
 ) -> None:
     limits = budget(141)
+    # `gradient_accumulation` is that of batches of one sample in a single process.
     plan = Model(tmp_path, "SDXL").plan(
         limits, batch_size="auto", effective_batch=effective, gradient_accumulation=effective
     )

@@ -27,8 +27,8 @@ def test_peaks_are_predicted_within_5_percent(tmp_path: Path, run: Run) -> None:
         # single-stream block of width 3072: queries, keys, values (3) and the first feed-forward
         # layer, 4 times as wide. JOINT is the targets in the attention layers.
         ("Flux.1-dev", JOINT, FLUX, (4096 + 512) * (3 * 3072 + 4 * 3072)),
-        # The first feed-forward layer, with two halves for GEGLU, each 4 times as wide as the
-        # tokens: 64 x 64 tokens of width 640.
+        # The gradient also passes layers without adapters. The first feed-forward layer, with two
+        # halves for GEGLU, each 4 times as wide as the tokens: 64 x 64 tokens of width 640.
         ("SDXL", ["to_q"], SDXL, 4096 * 2 * 4 * 640),
         # The first two feed-forward layers, for SwiGLU, each of width 14336; ROWS has 2048 tokens.
         ("Llama-3-8B", ["q_proj"], ROWS, 2048 * 2 * 14336),

@@ -72,6 +72,7 @@ def test_views_and_captions_of_a_sample_do_not_depend_on_its_batch(tmp_path: Pat
         crop="random",
         flip=True,
     )
+    # With `variants=0`, each sample draws a new variant of its caption.
     captions = CaptionOptions(dropout=0.2, shuffle=True, variants=0)
     data = load_dataset(options, captions, 3)
 
@@ -123,8 +124,8 @@ def make_trainer(
     weight = tc.Var([1.0])
 
     def loss(inputs: Any) -> tc.Tensor:
-        dropped = tc.rand(()).item()
-        seen.append((inputs["batch"].item(), inputs["noise"].item(), dropped))
+        own_draw = tc.rand(()).item()
+        seen.append((inputs["batch"].item(), inputs["noise"].item(), own_draw))
         return (weight * inputs["noise"]).sum()
 
     trainer = Trainer(

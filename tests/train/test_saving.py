@@ -233,7 +233,7 @@ def save_until_killed(allowed, value):
         nonlocal allowed
         if event.startswith(("open", "os.", "shutil.")):
             allowed -= 1
-            if allowed < 0:
+            if allowed == -1:  # not below: `os.kill` is an event, too
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
     save(value)

@@ -199,7 +199,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     def use_parts(self, path: Path, parts: Collection[str]) -> None:
         """Use these parts of another checkpoint, dequantized; the other parts stay the same.
 
-        They are loaded on first use.
+        The denoiser and the text encoders are loaded anew when they are next used.
         """
         self._replaced = dict.fromkeys(parts, path)
         self.__dict__.pop("model", None)
