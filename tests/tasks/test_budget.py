@@ -285,8 +285,8 @@ def test_a_plan_streams_weights_that_do_not_fit_from_peers(flux: Model) -> None:
 
 
 def test_processes_share_no_host_memory_besides_streamed_weights(flux: Model) -> None:
-    # Of these limits, `host_need` uses only `sharing`. The added GiB is for the original weights that
-    # LoftQ needs.
+    # Of these limits, `host_need` uses only `sharing`. The added GiB is for the original weights
+    # that LoftQ needs.
     limits = Budget(1.0, 1.0, processes=2, sharing=2)
     streamed = flux.plan(budget(12), gradient_checkpointing="full").estimate
     assert limits.host_need(replace(streamed, host=streamed.host + GIB)) == streamed.host / 2 + GIB
