@@ -101,7 +101,7 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
 def test_alphas_that_diffusers_misreads_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For some names of attention projections, diffusers uses the most common alpha for all."""
+    """For attention projections with kohya's names, diffusers uses the UNet's most common alpha."""
     block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
     names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
     tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
@@ -109,6 +109,7 @@ def test_alphas_that_diffusers_misreads_are_reported(
     assert "diffusers uses" not in capsys.readouterr().out
     tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
     assert verify(tmp_path / "a.safetensors", tensors) == 0
+    # One projection has the alpha 4; the most common alpha is 1.
     assert "alpha 1 for 1 attention projections" in capsys.readouterr().out
 
 

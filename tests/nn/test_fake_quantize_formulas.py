@@ -29,7 +29,7 @@ CODES = {
     "nf4": np.array(NF4),
 }
 # The number of elements that share a scale, for rows of 64 elements.
-GROUPS = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
+GROUP_SIZES = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
 # The largest magnitude in a group, divided by the group's scale. For int4 it is between the
 # magnitudes of the last code, 7, and of the first, -8.
 LARGEST = {"int8": 127, "int4": 7.5, "fp8": 448, "nf4": 1}
@@ -52,7 +52,7 @@ def inside(v: np.ndarray, format: str) -> np.ndarray:
 
 def rounded(values: np.ndarray, format: str) -> np.ndarray:
     """Return the values rounded to a format, without factors, in float64."""
-    x = values.astype(np.float64).reshape(-1, GROUPS[format])
+    x = values.astype(np.float64).reshape(-1, GROUP_SIZES[format])
     scale = np.abs(x).max(1, keepdims=True) / LARGEST[format]
     return (nearest(x / scale, format) * scale).reshape(values.shape)
 
@@ -68,12 +68,13 @@ def lsq(
     to half a step beyond these codes get one, too. The step is the distance between the first two
     codes or the last two codes; in the paper, codes are integers.
     """
-    x = values.astype(np.float64).reshape(-1, GROUPS[format])
+    x = values.astype(np.float64).reshape(-1, GROUP_SIZES[format])
     plain_scale = np.abs(x).max(1, keepdims=True) / LARGEST[format]
     scale = plain_scale * factors[:, None]
     v = x / scale
     code, passes = nearest(v, format), inside(v, format)
-    scale_derivative = np.where(passes, code - v, code)  # the derivative of `code * scale`
+    # The derivative of `code * scale` with respect to `scale`.
+    scale_derivative = np.where(passes, code - v, code)
     gradient = gradient.reshape(x.shape)
     factor_gradient = (gradient * scale_derivative * plain_scale).sum(1)
     shape = values.shape
@@ -84,7 +85,7 @@ def lsq(
 def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
     random = np.random.default_rng(3)
     values, gradient = random.standard_normal((2, 16, 64)).astype(np.float32)
-    factors = random.uniform(0.5, 1.4, values.size // GROUPS[format]).astype(np.float32)
+    factors = random.uniform(0.5, 1.4, values.size // GROUP_SIZES[format]).astype(np.float32)
     x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
     y = F.fake_quantize(x, format, f)
     (y * tc.tensor(gradient)).sum().backward()
@@ -106,8 +107,8 @@ def test_gradients_are_finite_differences_of_a_straight_through_function(format:
     """
     random = np.random.default_rng(5)
     values, gradient = random.standard_normal((2, 4, 64)).astype(np.float32)
-    factors = random.uniform(0.5, 1.4, values.size // GROUPS[format]).astype(np.float32)
-    x0 = values.astype(np.float64).reshape(-1, GROUPS[format])
+    factors = random.uniform(0.5, 1.4, values.size // GROUP_SIZES[format]).astype(np.float32)
+    x0 = values.astype(np.float64).reshape(-1, GROUP_SIZES[format])
     f0, weights = factors.astype(np.float64)[:, None], gradient.reshape(x0.shape)
     plain_scale = np.abs(x0).max(1, keepdims=True) / LARGEST[format]
     v0 = x0 / (plain_scale * f0)
@@ -134,8 +135,8 @@ def test_gradients_are_finite_differences_of_a_straight_through_function(format:
 def test_values_are_the_nearest_codes_times_the_scale(format: str) -> None:
     """The codes of NF4 are those of the published table, and those of int8 leave -128 out."""
     groups = np.random.default_rng(6).standard_normal((32, 32)).astype(np.float32)
-    # With a negative one, the largest magnitude of a group would be -7.5 steps of int4, which is
-    # half way between two codes.
+    # Make the element of the largest magnitude in each group positive. A negative one would be -7.5
+    # steps of int4, which is half way between two codes.
     groups *= np.sign(groups[np.arange(32), np.abs(groups).argmax(1)])[:, None]
     values = groups.reshape(16, 64)
     found = F.fake_quantize(tc.tensor(values), format).numpy()

@@ -18,7 +18,8 @@ struct ranges {
         size_t bytes;
         int device;
         // DIRECT: from cuMemAlloc. POOLED: from cuMemAllocAsync. CLOSED: mapped by cuMemMap, but not accessible yet. MAPPED: mapped and
-        // accessible. OPENED: an allocation of another process. In `pinned_ranges`, MAPPED is memory that cuMemHostRegister pinned.
+        // accessible. OPENED: an allocation of another process. In `pinned_ranges`, MAPPED is memory that cuMemHostRegister pinned, and
+        // DIRECT is memory from cuMemHostAlloc. In `reservations`, every kind is DIRECT.
         enum { DIRECT, POOLED, CLOSED, MAPPED, OPENED } kind;
         struct chunk *chunk;
         int file; // the file behind a direct allocation, which other processes can map
@@ -27,7 +28,7 @@ struct ranges {
     size_t count, capacity;
 };
 static struct ranges device_ranges, pinned_ranges, reservations;
-// The lowest and the highest device address so far.
+// Host addresses: where the first range of device memory or of reserved addresses starts, and where the last one ends, of all so far.
 static uintptr_t lowest = UINTPTR_MAX, highest;
 // Bytes of each device that are allocated outside its pool.
 static size_t taken[MAX_DEVICES];
@@ -160,7 +161,8 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
 
 static CUresult release(const char *call, CUdeviceptr address) {
     struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
-    if (!range || range->start != address - BIAS || range->kind >= CLOSED)
+    bool allocated = range && (range->kind == DIRECT || range->kind == POOLED);
+    if (!allocated || range->start != address - BIAS)
         return simulated_fail(call, CUDA_ERROR_INVALID_VALUE, "not-an-allocation");
     if (range->users && atomic_load(range->users)) return simulated_fail(call, CUDA_ERROR_INVALID_VALUE, "another-process-maps-it");
     if (range->kind == POOLED) pools[range->device].used -= range->bytes;
@@ -217,13 +219,14 @@ CUresult cuMemGetInfo(size_t *free, size_t *total) {
 // maps the chunk.
 struct chunk {
     size_t offset, bytes;
-    int device, users;
+    int device;
+    int references; // the handle, until it is released, and the ranges that map the chunk
 };
 static int chunks_file = -1;
 static size_t chunks_end;
 
 static void drop(struct chunk *chunk) {
-    if (--chunk->users) return;
+    if (--chunk->references) return;
     fallocate(chunks_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)chunk->offset, (off_t)chunk->bytes);
     taken[chunk->device] -= chunk->bytes;
     simulated_log("shrink bytes=%zu", chunk->bytes);
@@ -240,6 +243,7 @@ static CUresult address_reserve(CUdeviceptr *address, size_t bytes, size_t align
     TRY(simulated_ready(false));
     if (!bytes || bytes % CHUNK || alignment > CHUNK || flags)
         return simulated_fail("cuMemAddressReserve", CUDA_ERROR_INVALID_VALUE, "arguments");
+    // The additional bytes let the range start at a multiple of CHUNK. Those outside of the range stay mapped.
     uintptr_t start = map(bytes + CHUNK, PROT_NONE);
     if (!start) return simulated_fail("cuMemAddressReserve", CUDA_ERROR_OUT_OF_MEMORY, "addresses");
     start = round_up(start, CHUNK);
@@ -305,13 +309,13 @@ static CUresult map_chunk(CUdeviceptr address, size_t bytes, size_t offset, CUme
     TRY(simulated_unsafe("cuMemMap"));
     struct chunk *chunk = (struct chunk *)(uintptr_t)handle;
     uintptr_t start = address - BIAS;
-    bool whole = chunk && offset == 0 && bytes == chunk->bytes && address % CHUNK == 0;
-    if (!whole || !covers(&reservations, start, bytes) || mapping_in(start, bytes) || find(&device_ranges, start))
+    bool whole_chunk = chunk && offset == 0 && bytes == chunk->bytes && address % CHUNK == 0;
+    if (!whole_chunk || !covers(&reservations, start, bytes) || mapping_in(start, bytes) || find(&device_ranges, start))
         return simulated_fail("cuMemMap", CUDA_ERROR_INVALID_VALUE, "arguments");
     if (mmap((void *)start, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, chunks_file, (off_t)chunk->offset) == MAP_FAILED)
         return simulated_fail("cuMemMap", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
     insert(&device_ranges, (struct range){start, bytes, chunk->device, CLOSED, chunk, -1, NULL});
-    chunk->users++;
+    chunk->references++;
     return CUDA_SUCCESS;
 }
 CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
@@ -331,8 +335,8 @@ static bool whole_mappings(uintptr_t start, size_t bytes) {
 
 static CUresult set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count) {
     uintptr_t start = address - BIAS;
-    bool both = count == 1 && access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    if (!both || !whole_mappings(start, bytes)) return simulated_fail("cuMemSetAccess", CUDA_ERROR_INVALID_VALUE, "arguments");
+    bool read_and_write = count == 1 && access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    if (!read_and_write || !whole_mappings(start, bytes)) return simulated_fail("cuMemSetAccess", CUDA_ERROR_INVALID_VALUE, "arguments");
     mprotect((void *)start, bytes, PROT_READ | PROT_WRITE);
     for (uintptr_t at = start; at < start + bytes;) {
         struct range *range = find(&device_ranges, at);
@@ -426,8 +430,8 @@ CUresult cuMemFreeHost(void *address) { LOCKED(host_free(address)); }
 static CUresult host_register(void *address, size_t bytes, unsigned flags) {
     TRY(simulated_ready(true));
     TRY(simulated_unsafe("cuMemHostRegister"));
-    bool whole = bytes && (uintptr_t)address % 4096 == 0 && bytes % 4096 == 0;
-    if (!whole || flags & ~(unsigned)CU_MEMHOSTREGISTER_PORTABLE || find(&pinned_ranges, (uintptr_t)address))
+    bool whole_pages = bytes && (uintptr_t)address % 4096 == 0 && bytes % 4096 == 0;
+    if (!whole_pages || flags & ~(unsigned)CU_MEMHOSTREGISTER_PORTABLE || find(&pinned_ranges, (uintptr_t)address))
         return simulated_fail("cuMemHostRegister", CUDA_ERROR_INVALID_VALUE, "arguments");
     const char *status = getenv("SIMULATED_CUDA_REGISTER");
     if (status) return simulated_fail("cuMemHostRegister", (CUresult)atoi(status), "registration");

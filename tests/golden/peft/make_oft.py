@@ -79,7 +79,8 @@ def rotating_outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict
         return torch.func.functional_call(model, weights, (x,))
 
     found |= output_and_gradient(adapted, x, target)
-    # Store gradients of the elements above the diagonal; the elements below have the negative.
+    # LyCORIS subtracts the transpose from each block, so the gradients of the elements below the
+    # diagonal are the negatives of those above. Store those above.
     return found | {
         f"grad.{name}.oft_blocks": modules[name].oft_blocks.grad.triu(1) for name in TARGETS
     }
