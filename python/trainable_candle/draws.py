@@ -29,7 +29,7 @@ def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
     """Return the result of `function`; its draws come from a stream of their own.
 
-    The stream is that for `seed`, `purpose` and `number`, in place of the library's random
+    During the call, the stream for `seed`, `purpose` and `number` replaces the library's random
     generator.
     """
     result: T = draw_from(stream_seed(seed, purpose, number), function)

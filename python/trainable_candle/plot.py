@@ -44,7 +44,7 @@ def loss_curve(
     validation: Sequence[tuple[int, float]] = (),
     title: str = "Training loss",
 ) -> None:
-    """Draw every step's loss, their running mean (see `running_mean`), and the validation losses.
+    """Draw the losses of all steps, their running mean (`running_mean`), and the validation losses.
 
     Args:
         path: the PNG file to write.

@@ -221,7 +221,7 @@ class Processes:
         """Add up the values of all processes, in the order of the ranks, in the values' dtype."""
         parts = self._link.gather(values.tobytes())
         # `parts` has the bytes of each rank, but is empty in all ranks but 0. Rank 0 adds the parts
-        # of the others to its own values and sends them the total; theirs is ignored.
+        # of the others to its own values, and `scatter` sends them this total instead of theirs.
         total = values
         for part in parts[1:]:
             total = total + np.frombuffer(part, values.dtype).reshape(values.shape)

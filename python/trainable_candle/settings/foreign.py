@@ -15,14 +15,14 @@ _CACHED: Final = f"is what --cache disk, the default, does: {_LEAVE}"
 _ATTENTION: Final = f"is not needed here, because attention never stores all scores: {_LEAVE}"
 _LISTED: Final = "has no counterpart: list the folders in a YAML file and give that as --dataset"
 _ENCODER: Final = "has no counterpart: give --text-encoder FILE, once for each text encoder"
-_LEVELS: Final = (
+_TIMESTEPS: Final = (
     "has no exact counterpart: see --timesteps, --timestep-shift and --resolution-shift"
 )
-_NESTED: Final = (
+_AI_TOOLKIT_FILE: Final = (
     "belongs to the outer lines of an ai-toolkit file: copy the blocks below `process`, such as "
     "`network` and `train`, to the top of the file"
 )
-_ONETRAINER: Final = (
+_ONETRAINER_FILE: Final = (
     "is part of a whole OneTrainer configuration: copy the settings that docs/migrating.md names "
     "to a file of their own"
 )
@@ -113,12 +113,12 @@ _KOHYA: Final = {
     "discrete_flow_shift": _give("--timestep-shift"),
     "timestep_sampling": "has no counterpart of the same form: sigmoid is --timesteps "
     "logit_normal, shift is --timestep-shift X, flux_shift is --resolution-shift",
-    "sigmoid_scale": _LEVELS,
+    "sigmoid_scale": _TIMESTEPS,
     "weighting_scheme": "has no single counterpart: logit_normal and mode are --timesteps, "
     "sigma_sqrt and cosmap are --loss-weighting",
-    "logit_mean": _LEVELS,
-    "logit_std": _LEVELS,
-    "mode_scale": _LEVELS,
+    "logit_mean": _TIMESTEPS,
+    "logit_std": _TIMESTEPS,
+    "mode_scale": _TIMESTEPS,
     "zero_terminal_snr": _NONE,
     "ip_noise_gamma": _NONE,
     "adaptive_noise_scale": _NONE,
@@ -147,8 +147,8 @@ _KOHYA: Final = {
 }
 """Flags of kohya's scripts, and some settings of further tools -> advice; see `INSTEAD`."""
 _ONETRAINER_KEYS: Final = {
-    "__version": _ONETRAINER,
-    "training_method": _ONETRAINER,
+    "__version": _ONETRAINER_FILE,
+    "training_method": _ONETRAINER_FILE,
     "model_type": _give("--model"),
     "concepts": _LISTED,
     "workspace_dir": _give("--output, the folder of this run"),
@@ -172,9 +172,9 @@ _ONETRAINER_KEYS: Final = {
 }
 """Keys of OneTrainer's configuration files -> advice."""
 _AI_TOOLKIT: Final = {
-    "job": _NESTED,
-    "config": _NESTED,
-    "process": _NESTED,
+    "job": _AI_TOOLKIT_FILE,
+    "config": _AI_TOOLKIT_FILE,
+    "process": _AI_TOOLKIT_FILE,
     "training_folder": _give("--output, the folder of this run"),
     "datasets": _LISTED,
     "network.network_kwargs": _give("--target-modules"),
@@ -183,7 +183,7 @@ _AI_TOOLKIT: Final = {
     "train.train_unet": _DEFAULT,
     "train.gradient_accumulation_steps": "counts every batch as a step: give "
     "--gradient-accumulation N, and divide --steps by N",
-    "train.timestep_type": _LEVELS,
+    "train.timestep_type": _TIMESTEPS,
     "train.optimizer_params": _give("--optimizer-args name=value, or --weight-decay"),
     "train.skip_first_sample": "has no counterpart, because previews begin before the first step: "
     f"{_LEAVE}",

@@ -126,6 +126,7 @@ def _examples(layers: Mapping[str, Shape]) -> str:
     names = [name.split(".") for name in layers]
     # A number alone, as in `to_out.0`, says nothing without the part before it.
     ends = {".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) for parts in names}
+    # What still begins with a number is left out.
     shown = sorted(end for end in ends if not end[0].isdigit())[:_MOST_EXAMPLES]
     return f"(layers are called {', '.join(shown)}, for example)"
 

@@ -1,4 +1,4 @@
-"""Pinned host memory, from which a GPU copies: how much the system gives, and copies without it."""
+"""Pinned host memory, from which a GPU copies: how much the system gives, or a ring instead."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
 def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool:
     """Return whether the pinned memory that streamed weights leave suffices for all other data.
 
-    These are the optimizer's states and the offloaded inputs of blocks.
+    The other data are the optimizer's states and the offloaded inputs of blocks.
 
     Args:
         work: has the bytes of the states and of the inputs.

@@ -193,7 +193,8 @@ def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
 def _add_start(tokenizer: Tokenizer, entries: Mapping[str, Any], start: str | None) -> None:
     """Make texts begin with the token `start`, if there is one and `add_bos_token` requires it.
 
-    Without this entry, llama.cpp's default applies: SentencePiece tokenizers and Llama 3's add it.
+    If `entries` lacks `add_bos_token`, llama.cpp's default applies: SentencePiece tokenizers and
+    Llama 3's add the token.
     """
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
 """Averages of the adapters' parameters over the steps.
 
-In runs with averages, validation, previews and adapter files use them instead of the parameters.
+If a run has averages, its validation, previews and adapter files use them instead of the
+parameters.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Saver:
             self.wait()
 
     def _discarding(self, action: Callable[[], None]) -> None:
-        """Call `action`; if it raises an error, remove the unfinished checkpoint."""
+        """Call `action`; if it raises an error, remove the checkpoint begun last if unfinished."""
         try:
             action()
         except Exception:
