@@ -121,20 +121,22 @@ def theirs(torch: Any, case: Case) -> tuple[Callable[[], Any], Callable[[], Any]
 def run(case: Case, machine: Machine) -> None:
     device, seconds = machine.device, machine.seconds
     gpu_timing.fresh(device)
-    names, floors = ("layer", "backward alone"), (case.layer, case.backward)
+    names, works = ("layer", "backward alone"), (case.layer, case.backward)
     our_sides = ours(case, device)
     their_sides = theirs(machine.torch, case) if machine.torch else (None, None)
-    for name, call, other, work in zip(names, our_sides, their_sides, floors, strict=True):
-        plain = gpu_timing.timed(call, device, seconds)
-        graph = gpu_timing.timed(gpu_timing.captured(call, device), device, seconds)
-        torch = None if other is None else gpu_timing.torch_timed(machine.torch, other, seconds)
+    for name, call, other, work in zip(names, our_sides, their_sides, works, strict=True):
+        plain_seconds = gpu_timing.timed(call, device, seconds)
+        graph_seconds = gpu_timing.timed(gpu_timing.captured(call, device), device, seconds)
+        torch_seconds = (
+            None if other is None else gpu_timing.torch_timed(machine.torch, other, seconds)
+        )
         times = gpu_timing.milliseconds(
-            ours=graph,
-            ours_without_graph=plain,
-            torch_eager=torch,
+            ours=graph_seconds,
+            ours_without_graph=plain_seconds,
+            torch_eager=torch_seconds,
             floor=machine.floor(case.dtype, *work),
         )
-        ratio = f", ours/torch {graph / torch:.2f}" if torch else ""
+        ratio = f", ours/torch {graph_seconds / torch_seconds:.2f}" if torch_seconds else ""
         print(f"{case.title}, {name}: {times}{ratio}", flush=True)
 
 
