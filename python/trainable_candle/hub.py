@@ -42,9 +42,9 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
         The folder with the model's `config.json`.
 
     Raises:
-        MissingFileError: the hub has no such repository, or the repository has no such model or
-            has it without safetensors weights; the hub cannot be reached and the model is not in
-            the cache; or the client, `huggingface_hub`, is not installed.
+        MissingFileError: the hub has no such repository; the repository has no such model, or no
+            safetensors weights of it; the hub cannot be reached and the model is not in the cache;
+            or the client, `huggingface_hub`, is not installed.
     """
     variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
     prefixes = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]

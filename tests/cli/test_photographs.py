@@ -47,7 +47,7 @@ KILLS_ITSELF = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
 
-folder, last = sys.argv[1], int(sys.argv[2])
+folder, n = sys.argv[1], int(sys.argv[2])
 del sys.argv[1:3]
 count = 0
 
@@ -56,7 +56,7 @@ def operation(event, arguments):
     if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
         if str(arguments[0]).startswith(folder):
             count += 1
-            if count == last:
+            if count == n:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(operation)
@@ -111,8 +111,8 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(tmp_path: P
     kills_itself = [sys.executable, "-c", KILLS_ITSELF, str(tmp_path)]
     printed = run_checked(training(unbroken, 16, **settings), [*kills_itself, "0"])
     # The unbroken run also fills its cache. A resumed run finds the cache filled, so it does fewer
-    # operations. Each n below is therefore less than half of `operations`: most resumed runs do n
-    # operations and are killed.
+    # than `operations`. Each n below is less than half of `operations`, so that most resumed runs
+    # reach operation n and are killed.
     operations = int(printed.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)

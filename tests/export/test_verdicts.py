@@ -44,8 +44,8 @@ def verdicts(
 ) -> dict[str, str]:
     """Run `verify` with the exit status `status`; return what it prints about each program.
 
-    The status is 1 if this library finds a module that it cannot apply, or a tensor that is no
-    parameter of an adapter, even if peft loads it.
+    The status is 1 if the adapter has a module that this library cannot apply, or a tensor that is
+    no parameter of an adapter, even if peft loads this module or tensor.
     """
     capsys.readouterr()
     given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
@@ -76,7 +76,7 @@ def test_peft_and_vllm_load_pefts_folder(
     }
     assert verdicts(capsys, folder, weights) == expected
     assert verdicts(capsys, folder / "adapter_model.safetensors", weights) == expected
-    # Ollama cannot even convert an adapter of Qwen2.
+    # Ollama converts peft's folder for some architectures, but not for Qwen2.
     qwen2 = make_adapter(GOLDEN / "qwen2", tmp_path / "qwen2")
     found = verdicts(capsys, qwen2, GOLDEN / "qwen2")
     assert found["Ollama"].endswith("converts no safetensors adapters of this architecture")
@@ -111,9 +111,9 @@ def test_settings_that_a_program_misreads_are_reported(
     folder = configured(make_adapter(weights, tmp_path / "peft"), **settings)
     found = verdicts(capsys, folder, weights)
     assert found["transformers and peft"] == "loads it as it is"
-    names = {"vLLM": "vllm", "llama.cpp": "gguf"}
+    forms = {"vLLM": "vllm", "llama.cpp": "gguf"}  # the values of `--for`
     for program, reason in reasons.items():
-        start = f"loads it after `trainable-candle export --for {names[program]}`: "
+        start = f"loads it after `trainable-candle export --for {forms[program]}`: "
         assert found[program] == start + reason
 
 

@@ -127,7 +127,10 @@ def mutated(rng: random.Random, valid: bytes) -> bytes:
 
 
 def mutated_tensors(rng: random.Random, valid: bytes) -> bytes:
-    """Damage a safetensors file: its header, with the right length before it, or any bytes."""
+    """Damage a safetensors file: any of its bytes, or only the header.
+
+    If only the header is damaged, the length in front of it is that of the damaged header.
+    """
     if rng.random() < 0.3:
         return mutated(rng, valid)
     (length,) = struct.unpack("<Q", valid[:8])

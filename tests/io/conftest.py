@@ -146,7 +146,8 @@ class ComfyUI:
             the weight.
         """
         # How ComfyUI applies each module's adapter: "not" at all, in "part" or as a "whole".
-        # Modules that fit no layer are "unknown".
+        # Modules that fit no layer are "unknown". A module that adapts several layers has several
+        # reports, which must agree. Below, a later line overrides the claim of an earlier one.
         claims: dict[str, str] = {}
         for m in report.modules:
             claim = "not" if "ComfyUI" in m.ignored_by else "whole"

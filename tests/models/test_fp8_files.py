@@ -157,8 +157,8 @@ def comfy_quant(**format: object) -> Entries:
     return {f"{LAYER}.comfy_quant": ("U8", (len(text),), text)}
 
 
-def scale(value: float, *dims: int, suffix: str = "weight_scale") -> Entries:
-    """A tensor of the layer `LAYER` with the shape `dims`, each of whose elements is `value`."""
+def filled(value: float, *dims: int, suffix: str = "weight_scale") -> Entries:
+    """A tensor of the layer `LAYER` with the shape `dims`, filled with `value`."""
     values = np.full(dims, value, np.float32)
     return {f"{LAYER}.{suffix}": ("F32", dims, values.tobytes())}
 
@@ -183,19 +183,19 @@ WRONG: list[tuple[Entries, dict[str, str], str]] = [
         r"int8_tensorwise \(convrot\)",
     ),
     ({}, format_metadata([LAYER], format="awq_w4a16"), 'quantized as "awq_w4a16"'),
-    (scale(1, 2), {}, "expected one scale for .* or one for each of its 32 rows"),
-    (scale(float("nan")), {}, "to_q.weight_scale.* has the scale NaN, expected a positive number"),
-    (scale(float("inf")), {}, "has the scale inf, expected"),
-    (scale(-0.5), {}, "has the scale -0.5, expected"),
-    (scale(1, suffix="scale_weight"), {}, "to_q.weight.* has several tensors of scales"),
-    (scale(1, 32, suffix="pre_quant_scale"), {}, "scales the inputs of layers"),
-    (scale(1, 16, suffix="weight_code"), {}, "ComfyUI's NF4 .bitsandbytes' NF4 is supported"),
-    (scale(1, suffix="weight_scale_2"), {}, "weights of NVFP4"),
-    (scale(1, 2, suffix="wscales"), {}, r"SVDQuant \(Nunchaku\) are not supported; load the unq"),
-    (scale(1, 2, suffix="qzeros"), {}, "weights of GPTQ or AWQ"),
-    (scale(1, 2, suffix="weight._data"), {}, "weights of quanto"),
-    (scale(1, 2, suffix="_weight_qdata"), {}, "weights of torchao"),
-    (scale(1, 2, suffix="weight_scale_inv"), {}, "a scale for each block of a matrix"),
+    (filled(1, 2), {}, "expected one scale for .* or one for each of its 32 rows"),
+    (filled(float("nan")), {}, "to_q.weight_scale.* has the scale NaN, expected a positive number"),
+    (filled(float("inf")), {}, "has the scale inf, expected"),
+    (filled(-0.5), {}, "has the scale -0.5, expected"),
+    (filled(1, suffix="scale_weight"), {}, "to_q.weight.* has several tensors of scales"),
+    (filled(1, 32, suffix="pre_quant_scale"), {}, "scales the inputs of layers"),
+    (filled(1, 16, suffix="weight_code"), {}, "ComfyUI's NF4 .bitsandbytes' NF4 is supported"),
+    (filled(1, suffix="weight_scale_2"), {}, "weights of NVFP4"),
+    (filled(1, 2, suffix="wscales"), {}, r"SVDQuant \(Nunchaku\) are not supported; load the unq"),
+    (filled(1, 2, suffix="qzeros"), {}, "weights of GPTQ or AWQ"),
+    (filled(1, 2, suffix="weight._data"), {}, "weights of quanto"),
+    (filled(1, 2, suffix="_weight_qdata"), {}, "weights of torchao"),
+    (filled(1, 2, suffix="weight_scale_inv"), {}, "a scale for each block of a matrix"),
 ]
 
 

@@ -20,6 +20,7 @@ from trainable_candle.run import JSON_LOG, LOCK, train_adapter
 from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.train import Callback, TrainConfig
 
+# The fixture `train`: it trains an adapter and returns the bytes of its parameters by name.
 Train = Callable[..., dict[str, bytes]]
 
 # A program that holds the lock of the path in its first argument until its input ends.
@@ -126,7 +127,8 @@ def test_a_lock_names_its_process_and_ends_with_that_process(tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=refusal), held(path, "busy"):
             pass
         process.kill()
-    # The killed process left its lock file. Another process can take the lock.
+    # The killed process left its lock file. Another process, here this one, can take the lock, and
+    # the file then no longer names the killed process.
     assert path.exists()
     with held(path, "busy"):
         assert path.read_text() != f"{process.pid}\n"

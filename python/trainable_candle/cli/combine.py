@@ -38,7 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags. What it parses has only the flags that the user has given."""
+    """Make the parser of the flags. Its result has only the flags that the user has given."""
     parser = Parser(
         program,
         "Write the sum of LoRAs as one LoRA; without --rank, its rank is the sum of theirs.",

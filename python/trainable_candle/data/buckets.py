@@ -102,14 +102,15 @@ class Buckets:
     """The buckets that `DatasetOptions` allow, and the choice of a bucket for an image.
 
     The sides of a full-size bucket are multiples of `bucket_step`, from `shortest_side` to
-    `longest_side`; its area is as large as possible but at most that of a square with sides of
-    `resolution`. Without bucketing, this square is the only
-    bucket. An image goes to the candidate with the nearest aspect ratio, and to the larger of two
-    that are equally near. If images may be enlarged, all full-size buckets are candidates.
+    `longest_side`. Its area is at most that of a square with sides of `resolution`, and one side is
+    the longest that is possible with the other. Without bucketing, the square is the only bucket.
+
+    An image goes to one of its candidates: the one with the nearest aspect ratio, and the larger of
+    two that are equally near. If images may be enlarged, all full-size buckets are candidates.
     Otherwise the candidates are the full-size buckets that the image covers and, with bucketing, a
     bucket whose sides are the largest multiples of `bucket_step` within the image's sides and
-    `longest_side`. This last bucket is no candidate if its area is too large or a side is too
-    short.
+    `longest_side`. This last bucket is no candidate if its area exceeds the square's or if a side
+    is below `shortest_side`.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

@@ -1,4 +1,4 @@
-"""Groups the tasks of filling a cache, each of which encodes one entry; reports progress."""
+"""Groups the tasks that fill a cache, and reports their progress. A task encodes one entry."""
 
 from __future__ import annotations
 

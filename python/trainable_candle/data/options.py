@@ -135,9 +135,9 @@ class DatasetOptions:
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """Where the mask of an image NAME, which weights the loss of each pixel, comes from. `off`: no
-    masks; `file`: from the file `masks/NAME` or `NAME-masklabel.png`; `alpha`: from the image's own
-    alpha channel."""
+    """Where masks come from. The mask of an image weights the loss of each pixel. `off`: no masks;
+    `file`: for an image NAME, from the file `NAME-masklabel.png` or a file `masks/NAME`; `alpha`:
+    from the image's own alpha channel."""
     prior_loss_weight: float = 1.0
     """The factor by which the loss of regularisation images is multiplied."""
     skip_bad: bool = False

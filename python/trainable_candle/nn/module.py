@@ -50,7 +50,7 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
     The key is the name of an attribute, an index of a list or tuple, or a key of a dict.
     """
     if isinstance(node, Module):
-        yield from node._parts()  # noqa: SLF001 - modules are of this file
+        yield from node._parts()  # noqa: SLF001 - `Module` is in this file
     elif isinstance(node, dict):
         yield from node.items()
     else:
@@ -136,7 +136,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """Return the attributes to search: (name, value); tensors' names contain these names."""
+        """Return (key, value) of the attributes to search; names of tensors contain these keys."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -290,6 +290,7 @@ class Module:
         slots = self._slots("", self, set())
         buffers = {id(slot.tensor) for slot in slots if _persists(slot) is not None}
 
+        # A buffer that is a variable is frozen in either case.
         def trained_or_frozen(value: Tensor) -> Tensor:
             if requires_grad and value.dtype in _FLOATS and id(value) not in buffers:
                 return value if isinstance(value, Var) else Var(value)
@@ -314,7 +315,7 @@ class Module:
             if isinstance(old, Var) and isinstance(new, Var) and new is not old:
                 old._replace()  # so that an optimizer with the old variable raises an error
         for module in self.modules():
-            module._tensors_replaced()  # noqa: SLF001 - a module's own
+            module._tensors_replaced()  # noqa: SLF001 - `Module` is in this file
         return self
 
     def _tensors_replaced(self) -> None:
@@ -425,7 +426,7 @@ class Module:
 
 def _persists(slot: Slot) -> bool | None:
     """Return whether a buffer is in state dicts; None for tensors that are not buffers."""
-    return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
+    return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - `Module` is in this file
 
 
 def _check_buffer(name: object, value: object) -> None:

@@ -1,6 +1,7 @@
 """Settings of the length of training and of the optimizer.
 
-The functions here that return a message take the configuration of a whole run.
+The functions here that return a message take the configuration of a whole run, which has the
+settings of all groups.
 
 The short help omits a `rare` setting. With `above`, the bound `low` is excluded. `synonyms` are the
 names of a setting in other tools, and `spellings` maps their names of a choice to ours. The value
@@ -55,6 +56,7 @@ def _warmup(value: Any) -> Any:
 
 def _long_warmup(config: Any) -> str | None:
     """Return why the warm-up is too long for the run; None if it is not."""
+    # If `epochs` is set, `steps` is not the length of the run.
     if config.epochs is None and config.warmup_steps > config.steps:
         return (
             f"warmup_steps is {config.warmup_steps}, more than the {config.steps} steps of the run"
@@ -96,7 +98,8 @@ def _wrong_arguments(config: Any) -> str | None:
     try:
         optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **of_optimizer)
         setting = "lr_scheduler_args"
-        # If `epochs` is set, `steps` is not the length of the run, and may be below the warm-up.
+        # A stand-in for the length of the run: if `epochs` is set, `steps` is not the length, and
+        # may be below the warm-up. The schedule's checks of its arguments do not depend on it.
         schedule(optimizer, total_steps=max(1, config.warmup_steps, config.steps), **of_schedule)
     except (Error, TypeError) as error:
         return f"{setting}: {error}"
@@ -114,7 +117,7 @@ def _one_rate_for_all(config: Any) -> str | None:
 
 
 def _averaging_contradiction(config: Any) -> str | None:
-    """Return why the optimizer contradicts a setting because it averages the adapter; else None."""
+    """Return what contradicts the optimizer if it averages the adapter; None if nothing does."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
         return None

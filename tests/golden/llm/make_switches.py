@@ -110,7 +110,7 @@ def main() -> None:
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
                     ids[row : row + 1, :length]
                 ).logits[0]
-        # The file omits the output head if it is the embedding, which is in the file, too.
+        # If the output head and the embedding are one tensor, the file has only the embedding.
         tied = "lm_head.weight" if config.tie_word_embeddings else None
         for key, value in model.state_dict().items():
             if key != tied:

@@ -21,7 +21,7 @@ from torch import nn
 
 TARGETS = ["conv", "pointwise", "linear"]
 LORA = {"r": 3, "lora_alpha": 2, "target_modules": TARGETS}
-# For LoHa and LoKr, which come from LyCORIS.
+# For LoHa and LoKr, which peft took over from LyCORIS.
 LYCORIS = {"r": 2, "alpha": 3, "target_modules": TARGETS}
 CASES = {
     "lora": LoraConfig(**LORA),
@@ -30,8 +30,8 @@ CASES = {
     "loha": LoHaConfig(**LYCORIS),
     "lokr": LoKrConfig(**LYCORIS),
     "lokr_factor": LoKrConfig(**LYCORIS, decompose_factor=2),
-    # With rank 1, because peft decomposes the first factor only if the rank is below half of its
-    # larger side.
+    # With rank 1, because peft decomposes the first factor only if the rank is below half of this
+    # factor's larger side.
     "lokr_both": LoKrConfig(**(LYCORIS | {"r": 1}), decompose_both=True),
 }
 

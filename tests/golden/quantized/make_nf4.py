@@ -52,14 +52,14 @@ def main() -> None:
                 (group[:, None] / largest - table).abs().argmin(1)
                 for group, largest in zip(groups, outer, strict=True)
             ]
-            codes = torch.cat(nearest).to(torch.uint8)
-            assert (codes.int() - state.absmax.int()).abs().max() <= 1
-            state.absmax = codes
+            scale_codes = torch.cat(nearest).to(torch.uint8)
+            assert (scale_codes.int() - state.absmax.int()).abs().max() <= 1
+            state.absmax = scale_codes
             values = bnb.dequantize_4bit(packed, state)
             key = f"{name}.{'f32' if dtype == torch.float32 else 'bf16'}"
             found |= {
                 f"{key}.codes": packed.numpy().ravel(),
-                f"{key}.scales": codes.numpy(),
+                f"{key}.scales": scale_codes.numpy(),
                 f"{key}.outer": outer.numpy(),
                 f"{key}.offset": np.float32(state.offset.item()),
                 f"{key}.values": values.float().numpy().astype(np.float32)[:8],

@@ -159,7 +159,10 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """Return batches of packed rows with each example once; every call returns the same batches."""
+    """Return batches of packed rows with each example once.
+
+    Nothing is shuffled: the rows are in the order of `best_fit`, the same in every call.
+    """
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)

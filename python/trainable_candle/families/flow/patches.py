@@ -35,8 +35,8 @@ _SIDE: Final = 2
 def squares(latents: Tensor) -> Tensor:
     """Map (B, C, H, W) to (B, 4 * C, H / 2, W / 2): the 2x2 pixels of a square become channels.
 
-    The first four channels of the result are the pixels that a square has in the first channel of
-    the latents, row by row.
+    The first four channels of the result come from the first channel of the latents: they are the
+    four pixels of each square, row by row.
     """
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
@@ -53,7 +53,7 @@ def from_squares(packed: Tensor) -> Tensor:
 
 
 def as_tokens(x: Tensor) -> Tensor:
-    """Map (B, C, h, w) to tokens (B, h * w, C), row by row."""
+    """Map (B, C, h, w) to tokens (B, h * w, C), row by row; C is the number of channels of `x`."""
     batch, channels, height, width = x.shape
     return x.reshape(batch, channels, height * width).transpose(1, 2)
 
@@ -64,7 +64,8 @@ def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
     return tokens.transpose(1, 2).reshape(batch, channels, *size)
 
 
-# Cached, because a recorded CUDA graph must not copy from the host.
+# Cached, so that a step that is recorded as a CUDA graph copies nothing from the host: an earlier
+# step, which is not recorded, has made the tensors.
 @lru_cache(maxsize=64)
 def positions(
     rows: int,

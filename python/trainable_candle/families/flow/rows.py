@@ -18,8 +18,8 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
     """Pad texts to a common length with zeros, and join them into one batch.
 
     Args:
-        texts: the features of B texts, at least one. Each is (1, L, W): L tokens, which may differ
-            between the texts, with W features.
+        texts: the features of B texts, at least one. Each is (1, L, W): L tokens with W features.
+            L may differ between the texts.
         multiple: the common length is the longest L, rounded up to a multiple of this number.
 
     Returns:
