@@ -12,16 +12,17 @@
 #define MAX_PARAMETERS 64
 
 struct kernel {
-    uint32_t image;
+    uint32_t checksum; // of the module's bytes
     char architecture[16], name[200];
-    unsigned registers, threads, shared, parameters;
-    unsigned sizes[MAX_PARAMETERS];
+    unsigned registers, threads, shared, parameter_count;
+    unsigned parameter_bytes[MAX_PARAMETERS];
 };
 
 struct CUmod_st {
     CUcontext context;
-    const char *text; // PTX
-    uint32_t image;
+    // A module from PTX text has `text`. One from a fat binary has `checksum` and, if there is a table, `architecture`.
+    const char *text;
+    uint32_t checksum;
     char architecture[16];
 };
 
@@ -36,8 +37,8 @@ static struct kernel *kernels;
 static size_t kernel_count;
 
 static void read_sizes(struct kernel *kernel, char *list) {
-    for (char *item = strtok(list, ","); item && *item != '-' && kernel->parameters < MAX_PARAMETERS; item = strtok(NULL, ","))
-        kernel->sizes[kernel->parameters++] = (unsigned)strtoul(item, NULL, 10);
+    for (char *item = strtok(list, ","); item && *item != '-' && kernel->parameter_count < MAX_PARAMETERS; item = strtok(NULL, ","))
+        kernel->parameter_bytes[kernel->parameter_count++] = (unsigned)strtoul(item, NULL, 10);
 }
 
 static void read_table(void) {
@@ -49,7 +50,7 @@ static void read_table(void) {
         kernels = realloc(kernels, (kernel_count + 1) * sizeof *kernels);
         if (!kernels) abort();
         struct kernel kernel = {0};
-        if (sscanf(line, "%x %15s %199s %u %u %u %511s", &kernel.image, kernel.architecture, kernel.name, &kernel.registers,
+        if (sscanf(line, "%x %15s %199s %u %u %u %511s", &kernel.checksum, kernel.architecture, kernel.name, &kernel.registers,
                    &kernel.threads, &kernel.shared, list) != 7)
             abort();
         read_sizes(&kernel, list);
@@ -59,7 +60,7 @@ static void read_table(void) {
 }
 
 // The rank of code for an architecture. The driver loads the code with the highest rank. Code with rank 0 does not run on the device.
-static int suits(const char *architecture) {
+static int code_rank(const char *architecture) {
     int capability = simulated_capability(simulated_context->device), number = 0;
     char letter = 0;
     if (sscanf(architecture, "compute_%d", &number) == 1) return number <= capability ? number : 0;
@@ -83,20 +84,21 @@ static CUresult load(CUmodule *module, const void *image) {
     TRY(simulated_unsafe("cuModuleLoadData"));
     read_table();
     struct CUmod_st made = {.context = simulated_context};
+    // The start of a fat binary: `header` is the size of its header, `bytes` that of what follows the header.
     struct {
         uint32_t magic;
         uint16_t version, header;
         uint64_t bytes;
     } fat;
-    memcpy(&fat, image, 4);
+    memcpy(&fat, image, 4); // the magic number alone, because PTX text may be shorter than a header
     if (fat.magic == 0xba55ed50u) {
         memcpy(&fat, image, sizeof fat);
-        made.image = crc(image, fat.header + fat.bytes);
+        made.checksum = crc(image, fat.header + fat.bytes);
         int best = 0;
         for (size_t i = 0; i < kernel_count; i++) {
-            int value = kernels[i].image == made.image ? suits(kernels[i].architecture) : 0;
-            if (value <= best) continue;
-            best = value;
+            int rank = kernels[i].checksum == made.checksum ? code_rank(kernels[i].architecture) : 0;
+            if (rank <= best) continue;
+            best = rank;
             memcpy(made.architecture, kernels[i].architecture, sizeof made.architecture);
         }
         if (kernels && !best) return simulated_fail("cuModuleLoadData", CUDA_ERROR_NO_BINARY_FOR_GPU, "architecture");
@@ -134,7 +136,7 @@ static bool has_entry(const char *text, const char *name) {
 static CUresult get_function(CUfunction *function, CUmodule module, const char *name) {
     const struct kernel *found = NULL;
     for (size_t i = 0; i < kernel_count && !module->text; i++)
-        if (kernels[i].image == module->image && !strcmp(kernels[i].architecture, module->architecture) &&
+        if (kernels[i].checksum == module->checksum && !strcmp(kernels[i].architecture, module->architecture) &&
             !strcmp(kernels[i].name, name))
             found = &kernels[i];
     if (module->text ? !has_entry(module->text, name) : kernels && !found)
@@ -188,6 +190,8 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads, size_t shared) {
+    // As with compute capability 9.0: a multiprocessor runs 2048 threads and has 228 KiB of shared memory, of which it reserves 1 KiB for
+    // each block.
     size_t all = shared + 1024 + (function->kernel ? function->kernel->shared : 0);
     int by_threads = threads > 0 ? 2048 / threads : 0, by_shared = (int)(((size_t)228 << 10) / all);
     *blocks = by_threads < by_shared ? by_threads : by_shared;
@@ -199,12 +203,14 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
 // Integers such as seeds and offsets are lower than all device addresses, and f64 numbers are higher.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
-    for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
+    for (unsigned i = 0; kernel && i < kernel->parameter_count; i++) {
         cuuint64_t value = 0;
-        struct iovec to = {&value, kernel->sizes[i] < 8 ? kernel->sizes[i] : 8}, from = {parameters[i], to.iov_len};
+        unsigned bytes = kernel->parameter_bytes[i];
+        struct iovec to = {&value, bytes < 8 ? bytes : 8}, from = {parameters[i], to.iov_len};
+        // Where the caller gave too few arguments, this call fails; a plain read would crash.
         if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) != (ssize_t)to.iov_len)
             return simulated_fail(kernel->name, CUDA_ERROR_INVALID_VALUE, "too-few-arguments");
-        bool address = kernel->sizes[i] == 8 && simulated_looks_like_device(value);
+        bool address = bytes == 8 && simulated_looks_like_device(value);
         if (address && !simulated_covers(value, 1)) {
             simulated_log("refused call=%s status=700 why=argument-%u-is-not-within-an-allocation", kernel->name, i);
             return CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -212,7 +218,7 @@ static CUresult check_parameters(const struct kernel *kernel, void **parameters,
         if (used >= room) continue;
         const char *comma = i ? "," : "";
         if (address) used += (size_t)snprintf(text + used, room - used, "%sdevice", comma);
-        else if (kernel->sizes[i] > 8) used += (size_t)snprintf(text + used, room - used, "%s[%u]", comma, kernel->sizes[i]);
+        else if (bytes > 8) used += (size_t)snprintf(text + used, room - used, "%s[%u]", comma, bytes);
         else used += (size_t)snprintf(text + used, room - used, "%s0x%llx", comma, (unsigned long long)value);
     }
     return CUDA_SUCCESS;
@@ -234,6 +240,7 @@ static CUresult launch(CUfunction function, const unsigned grid[3], const unsign
     unsigned long long warps = (threads + 31) / 32;
     if (kernel && kernel->threads && threads > kernel->threads)
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "launch-bounds");
+    // A multiprocessor has 65536 registers, and each thread gets a multiple of 8.
     if (kernel && warps * 32 * ((kernel->registers + 7) / 8 * 8) > 65536)
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "registers");
     if (early && compiled_for(function->module->architecture) < 90)
@@ -280,27 +287,28 @@ static unsigned element_bytes(CUtensorMapDataType type) {
 }
 
 // Check the requirements that tiled and im2col tensor maps share. Returns the first requirement that the arguments violate, or NULL.
-// `strides` has the strides of all dimensions but the first, in bytes.
+// `bytes` is the size of an element. `strides` has the strides of all dimensions but the first, in bytes; `steps` has the element strides.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";
     if ((uintptr_t)address % 16) return "address-is-not-a-multiple-of-16";
-    cuuint64_t least = sizes[0] * bytes, last = 0;
+    cuuint64_t row_bytes = sizes[0] * bytes, last_row = 0; // the last row's offset, in bytes
     for (unsigned i = 0; i < rank; i++) {
         if (!sizes[i] || sizes[i] > 1ULL << 32) return "size";
         if (!steps[i] || steps[i] > 8) return "element-stride";
         if (i == 0) continue;
         cuuint64_t stride = strides[i - 1];
         if (stride % 16 || stride >= 1ULL << 40) return "stride-is-not-a-multiple-of-16";
-        last += stride * (sizes[i] - 1);
+        last_row += stride * (sizes[i] - 1);
     }
     bool covered;
     pthread_mutex_lock(&simulated_lock);
-    covered = simulated_covers((uintptr_t)address, last + least);
+    covered = simulated_covers((uintptr_t)address, last_row + row_bytes);
     pthread_mutex_unlock(&simulated_lock);
     return covered ? NULL : "not-within-an-allocation";
 }
 
+// Check the bytes of a box along the first dimension, `inner`. Returns the violated requirement, or NULL.
 static const char *bad_inner(CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, cuuint64_t inner) {
     const unsigned widths[] = {0, 32, 64, 128};
     if (inner % 16) return "inner-box-is-not-a-multiple-of-16-bytes";
