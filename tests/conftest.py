@@ -116,8 +116,8 @@ def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A single file with the weights of `sdxl_base` under the names of the original SDXL.
 
     The folder of the file also holds the configurations, but no tokenizer. For such a file, the
-    package takes the CLIP tokenizer that it ships. It has more tokens than the tiny text encoders,
-    so a test that encodes captions with this file must expect an error.
+    package takes the CLIP tokenizer that it ships. The shipped tokenizer has more tokens than the
+    tiny text encoders, so a test that encodes captions with this file must expect an error.
     """
     folder = tmp_path_factory.mktemp("sdxl file")
     path = folder / "single_file.safetensors"

@@ -34,8 +34,8 @@ print(status("VmHWM") - before)
 def growth(setup: str, code: str, *arguments: str) -> int:
     """Return the most bytes by which a new process grows while it runs `code`, after `setup`.
 
-    `setup` has the imports, and what starts threads and fills caches. Both find `arguments` in
-    `sys.argv[1:]`.
+    `setup` has the imports, and what starts threads and fills caches. `setup` and `code` find
+    `arguments` in `sys.argv[1:]`.
     """
     command = [sys.executable, "-c", _MEASURE.format(setup=setup, code=code), *arguments]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -32,7 +32,7 @@ def command_lines(text: str) -> Iterator[str]:
         yield from block.replace("\\\n", " ").splitlines()
     for words in re.findall(r"^ +command: (\[.*\])$", text, re.MULTILINE):
         yield shlex.join(yaml.safe_load(words))
-    yield from (code for code in mentions(text) if has_values(code))
+    yield from (code for code in mentions(text) if has_flags_to_check(code))
 
 
 def mentions(text: str) -> Iterator[str]:
@@ -42,7 +42,7 @@ def mentions(text: str) -> Iterator[str]:
         yield " ".join(code.split())
 
 
-def has_values(code: str) -> bool:
+def has_flags_to_check(code: str) -> bool:
     """Return whether a command has flags to check, and neither --help nor a placeholder NAME."""
     return "NAME" not in code and "--" in code and "--help" not in code
 
@@ -91,11 +91,12 @@ def test_a_command_fails_only_for_missing_files(
     for path in SETTINGS_FILES:
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
-    # The documents keep the file of a job on Kubernetes in a folder that this machine lacks.
+    # The documents keep the settings of a job on Kubernetes in /shared, which this machine lacks:
+    # take the file in the current folder instead.
     command, *arguments = (word.removeprefix("/shared/") for word in DOCUMENTED[name])
     if command == "ray" or "--gpus" in arguments:
         # These commands need GPUs or Ray, which this machine may lack: check only their settings.
-        # `settings` are the arguments that are not flags of `ray` itself.
+        # `settings` are the arguments that are not flags of `ray` itself: all those of `train`.
         _, settings = make_ray_parser("ray").parse_own(arguments)
         config = train.read_config(train.make_parser("train", rare=True).parse(settings))
         config.require("model", "dataset", "output")
@@ -112,23 +113,24 @@ def test_a_command_fails_only_for_missing_files(
         assert status == 0
 
 
-# Sorted, so that every process of pytest-xdist has the same order.
-NAMED = sorted(
+# The commands in the prose that `commands` leaves out. Sorted, so that every process of
+# pytest-xdist has the same order.
+ONLY_MENTIONED = sorted(
     {
         code
         for document in DOCUMENTS
         for code in mentions((ROOT / document).read_text())
-        if not has_values(code)
+        if not has_flags_to_check(code)
     }
 )
 
 
-def test_the_documents_name_commands_without_values() -> None:
-    assert set(NAMED) > {"trainable-candle doctor", "train-lora --help-all"}
+def test_the_documents_mention_commands_without_flags_to_check() -> None:
+    assert set(ONLY_MENTIONED) > {"trainable-candle doctor", "train-lora --help-all"}
 
 
-@pytest.mark.parametrize("code", NAMED)
-def test_a_command_without_values_and_its_flags_are_in_the_help(
+@pytest.mark.parametrize("code", ONLY_MENTIONED)
+def test_a_command_that_is_only_mentioned_and_its_flags_are_in_the_help(
     code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, *words = code.split()

@@ -36,7 +36,7 @@ class Run:
         dtype = "f32" if storage == "f32" else "bf16"
         self.vars = [tc.Var(tc.tensor(s, dtype=dtype, device="cuda")) for s in starts]
         rounding = {"stochastic_rounding": True} if storage == "rounded" else {}
-        tc.manual_seed(5)
+        tc.manual_seed(5)  # the optimizer rounds with the seed that it finds when it is made
         self.optimizer = tc.optim.KINDS[kind](
             self.vars, lr=0.01, states=states, **rounding, **EXTRA_ARGUMENTS.get(kind, {})
         )

@@ -25,21 +25,21 @@ ON_GPU = TrainConfig(device="cuda", precision="bf16")
 
 
 def test_modulation_is_streamed_before_blocks_and_no_plan_rounds_to_fp8() -> None:
-    # A model with blocks, for which `replace` changes a `Work` of a model without blocks.
+    # The `Work` of a model with blocks, made from that of a model without blocks.
     work = replace(
         work_without_blocks(layers=1e12, attention=0, kept=0),
         blocks=57,
         has_modulation=True,
         can_be_quantized=True,
     )
-    lists = ladders(ON_GPU, PLANNED, work)
-    for choice in (choice for ladder in lists for choice in ladder):
+    found = ladders(ON_GPU, PLANNED, work)
+    for choice in (choice for ladder in found for choice in ladder):
         assert choice["stream_blocks"] is None or choice["stream_modulation"]
         assert choice["base_precision"] in {SAME, "int8", "nf4"}
-    # Each list begins without streaming, and streams all blocks in the end.
-    ends = [(ladder[0]["stream_modulation"], ladder[-1]["stream_blocks"]) for ladder in lists]
+    # Each ladder begins without streaming, and streams all blocks in the end.
+    ends = [(ladder[0]["stream_modulation"], ladder[-1]["stream_blocks"]) for ladder in found]
     assert set(ends) == {(None, 57)}
-    # The codes of a file in fp8 round nothing.
+    # Only of a model whose file is in fp8 may a plan use fp8: it keeps the codes of the file.
     of_fp8 = ladders(ON_GPU, PLANNED, replace(work, stored_format="fp8"))
     assert any(ladder[0]["base_precision"] == "fp8" for ladder in of_fp8)
 
@@ -50,10 +50,12 @@ def test_states_are_in_host_memory_only_if_other_choices_are_5_percent_slower(
 ) -> None:
     """The other choice recomputes the blocks. Both need 10 GiB of GPU memory."""
     work = work_without_blocks(layers=60e12, attention=15e12, kept=4e9)
-    without, recomputing = (seconds(each, CARD) for each in (work, replace(work, recomputed=1.0)))
+    not_recomputing, recomputing = (
+        seconds(each, CARD) for each in (work, replace(work, recomputed=1.0))
+    )
     # Choose the bytes of the states so that a step with states in host memory takes the time
     # `recomputing / slower`. The states cross the bus twice in a step.
-    states = (recomputing / slower - without) * CARD.link / 2
+    states = (recomputing / slower - not_recomputing) * CARD.link / 2
     assert states > 0
 
     def estimate(config: TrainConfig) -> Estimate:
@@ -103,7 +105,8 @@ def test_pinned_memory_is_probed_from_half_a_gib_on_and_up_to_four(
 def test_weights_that_cannot_be_pinned_are_copied_at_10_gb_a_second_or_the_rate_of_the_bus() -> (
     None
 ):
-    share = 1.0  # of the streamed weights: none can be pinned
+    # The share of the streamed weights that go through the ring: all, because none can be pinned.
+    share = 1.0
     assert with_ring(CARD, share).streams == pytest.approx(10e9)
     assert with_ring(replace(CARD, link=6e9), share).streams == pytest.approx(6e9)
 

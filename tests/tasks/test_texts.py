@@ -22,7 +22,7 @@ from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
 from trainable_candle.tasks.text.writing import streamed
 from trainable_candle.train import Trainer
 
-# The number of tokens, and the greatest number of them in an example and in a packed row.
+# The size of the vocabulary, and the most tokens of an example and of a packed row.
 VOCABULARY, LENGTH = 7, 12
 
 

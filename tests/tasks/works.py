@@ -1,4 +1,4 @@
-"""The work of a step of models whose blocks cannot be checkpointed, streamed or quantized."""
+"""`Work` of models without blocks that can be checkpointed, streamed or quantized."""
 
 from trainable_candle.tasks.speed import Work
 

@@ -308,7 +308,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 def test_images_of_flux2_equal_those_of_diffusers(
     flux2_base: Path, tmp_path: Path, is_distilled: bool
 ) -> None:
-    """Both pipelines get a guidance scale of 4; a distilled model ignores it."""
+    """diffusers and the library get a guidance scale of 4; a distilled model ignores it."""
     base = tmp_path / "klein"
     base.mkdir()
     for part in flux2_base.iterdir():
@@ -398,12 +398,12 @@ def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
     added = {name: len(tokens) + i for i, name in enumerate(names)}
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     pairs = [tuple(merge.split()) for merge in merges]
-    theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=pairs)
-    theirs.add_special_tokens({"additional_special_tokens": list(names[1:])})
+    their_tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=pairs)
+    their_tokenizer.add_special_tokens({"additional_special_tokens": list(names[1:])})
     # Braces in the system's text are ordinary characters.
-    ours = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
+    our_tokenizer = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
     for text in ("", "hello w\u00f6rld, it's 2026!\n\n  we'LL", "e\u0301 \u4f60\u597d <|im_end|>"):
         turn = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         chat = "<|im_start|>system\nLook: {}<|im_end|>\n" + turn
         most_tokens = 1000  # more than any text here has
-        assert ours.encode(text, most_tokens) == theirs(chat).input_ids
+        assert our_tokenizer.encode(text, most_tokens) == their_tokenizer(chat).input_ids

@@ -65,7 +65,8 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
     tc.models.save_checkpoint(weights, {"transformer": transformer})
     for folder in ("transformer", "vae", "text_encoder", "scheduler"):
         shutil.copytree(zimage_base / folder, tmp_path / "parts" / folder)
-    # The shapes in the file do not determine all sizes: the configuration beside it has them.
+    # The shapes in the file do not determine all sizes: the configuration in the folder
+    # `transformer` beside it has them.
     (tmp_path / "transformer").mkdir()
     shutil.copy(zimage_base / "transformer" / "config.json", tmp_path / "transformer")
     parts = tmp_path / "parts"
@@ -84,7 +85,7 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
 
 def test_a_note_says_that_training_undoes_a_distillation(zimage_base: Path, tmp_path: Path) -> None:
     def notes(name: str) -> list[str]:
-        """The notes about a model whose folder has this name and is given as a link."""
+        """The notes about a model in a folder of this name, which is given by a link to it."""
         (tmp_path / name).symlink_to(tmp_path / "models" / name)
         shutil.copytree(zimage_base, tmp_path / "models" / name)
         return families.load("zimage", tmp_path / name, "f32", "cpu").family.notes()

@@ -5,8 +5,8 @@
 Needs torch 2.11 and transformers 5.23. bf16 represents all weights exactly. The output `large` of
 the gated model comes from weights with which f16 overflows: in the residual stream, in the gated
 product and in the results of `wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's
-encoder. In a name, `*` replaces the index of a block. Each entry has a shape, and how many
-parameters the name stands for.
+encoder. In a name, `*` replaces the index of a block. Each entry has the shape of a parameter,
+and how many parameters the name stands for.
 """
 
 import copy
@@ -106,9 +106,9 @@ def main():
     patterns = {}
     for name, shape in shapes.items():
         pattern = re.sub(r"^encoder\.block\.\d+\.", "encoder.block.*.", name)
-        count = patterns.get(pattern, (shape, 0))[1] + 1
-        assert patterns.setdefault(pattern, (shape, 1))[0] == shape
-        patterns[pattern] = (shape, count)
+        known_shape, count = patterns.get(pattern, (shape, 0))
+        assert known_shape == shape
+        patterns[pattern] = (shape, count + 1)
     lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in sorted(patterns.items()))
     (root / "full_size.json").write_text(f"{{\n{lines}\n}}\n")
 
