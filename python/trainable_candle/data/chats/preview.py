@@ -53,8 +53,8 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
     """Return the text of each token; tokens that share a character have one text together."""
-    # The tokens since the last complete character.
-    pieces, waiting = [], []
+    pieces = []
+    waiting = []  # the tokens since the last complete character
     for token in ids:
         waiting.append(token)
         # `special` keeps special tokens in the text.
