@@ -114,7 +114,7 @@ def write_images(folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ..
 
 def vae_shapes() -> Shapes:
     """The parameters of SDXL's autoencoder, by diffusers' names."""
-    last = VAE_WIDTHS[-1]
+    deepest = VAE_WIDTHS[-1]  # the channels at the lowest resolution
     shapes: Shapes = {}
 
     def coder(
@@ -135,11 +135,11 @@ def vae_shapes() -> Shapes:
             if level + 1 < len(widths):
                 _conv(shapes, f"{block}.{scaled}.0.conv", width, width, 3)
         for number in range(2):
-            _resnet(shapes, f"{name}.mid_block.resnets.{number}", last, last)
+            _resnet(shapes, f"{name}.mid_block.resnets.{number}", deepest, deepest)
         attention = f"{name}.mid_block.attentions.0"
-        _norm(shapes, f"{attention}.group_norm", last)
+        _norm(shapes, f"{attention}.group_norm", deepest)
         for layer in ("to_q", "to_k", "to_v", "to_out.0"):
-            _linear(shapes, f"{attention}.{layer}", last, last)
+            _linear(shapes, f"{attention}.{layer}", deepest, deepest)
         _norm(shapes, f"{name}.conv_norm_out", widths[-1])
         _conv(shapes, f"{name}.conv_out", ends[1], widths[-1], 3)
 
@@ -206,8 +206,8 @@ def _random_tensors(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tenso
     """Normal weights of deviation 0.5 / √(inputs per output). Norms have scale 1, biases 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
-            scale = name.endswith("weight") and "norm" in name
-            tensor = tc.full(shape, 1.0 if scale else 0.0, device=device)
+            is_scale = name.endswith("weight") and "norm" in name
+            tensor = tc.full(shape, 1.0 if is_scale else 0.0, device=device)
         else:
             spread = 0.5 / math.sqrt(math.prod(shape[1:]))
             tensor = tc.randn(shape, device=device) * spread

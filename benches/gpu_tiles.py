@@ -80,9 +80,10 @@ def layers() -> Iterator[Layer]:
         yield Layer(model, rows, width, width, bias=model == "flux")
     yield Layer("flux", 4096, 3072, 12288, bias=True)
     yield Layer("flux", 4096, 12288, 3072, bias=True)
-    # Single-stream blocks: a layer for q, k, v and the MLP, then one for attention and the MLP.
+    # Flux's single-stream blocks: a layer for q, k, v and the MLP, then one for attention and MLP.
     yield Layer("flux", 4608, 3072, 21504, bias=True)
     yield Layer("flux", 4608, 15360, 3072, bias=True)
+    # Z-Image's MLP (gate and up in one layer, then down); SD3's attention and MLP.
     yield Layer("z-image", 4224, 3840, 20480)
     yield Layer("z-image", 4224, 10240, 3840)
     yield Layer("sd3", 4096, 1536, 4608, bias=True)
@@ -126,9 +127,9 @@ class CublasLt:
 class Product:
     """A product y (n, m) = x (n, k) times weight (k, m), with a bias or without.
 
-    All matrices are row-major. For cuBLASLt they are the transposed column-major matrices, so its
-    first operand is the weight, and m, n and k are its sizes. If `transposed`, the weight is stored
-    as (m, k). If `codes`, x and the weight are e4m3 numbers.
+    All matrices are row-major. For cuBLASLt they are the transposed column-major matrices, so
+    cuBLASLt's first operand is the weight, and m, n and k are the sizes of its product. If
+    `transposed`, the weight is stored as (m, k). If `codes`, x and the weight are e4m3 numbers.
     """
 
     def __init__(
@@ -247,7 +248,8 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float, codes: 
     """
     m, k = (layer.inputs, layer.outputs) if backward else (layer.outputs, layer.inputs)
     bias = layer.bias and not backward
-    # Products of codes need the transposed weight in the backward pass.
+    # A weight is stored as (outputs, inputs): (m, k) forward, (k, m) backward. The library
+    # multiplies codes only with a weight stored as (m, k), so it keeps a transposed copy too.
     transposed = codes or not backward
     product = Product(lt, (m, layer.rows, k), transposed=transposed, bias=bias, codes=codes)
     algorithms = product.algorithms()
