@@ -204,7 +204,7 @@ def flow(given: argparse.Namespace) -> None:
 
 
 def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) -> dict[str, Any]:
-    """Return random features of a prompt and, unless the pipeline is Flux's, of a negative prompt.
+    """Return random features of a prompt and, unless the model is Flux.1, of a negative prompt.
 
     Args:
         pipeline: the name of the pipeline's class.

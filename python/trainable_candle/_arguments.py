@@ -36,16 +36,18 @@ def attach() -> None:
     """
     for name in _LACK_AXIS:
         setattr(_core.Tensor, name, _with_axis(getattr(_core.Tensor, name)))
-    # `__getattr__` is set here instead of in `ComposedMethods`, the base of `Tensor` that type
-    # checkers see, because there it would make them accept every name as an attribute.
+    # `ComposedMethods` in `_methods.py` has the other methods that are added to `Tensor`. Type
+    # checkers see it as the base of `Tensor`: with `__getattr__` there, they would accept every
+    # name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
-    plain_device, cached_device = vars(_core.Tensor)["device"], lru_cache(device)
+    plain_device = vars(_core.Tensor)["device"]
+    cached_device = lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
         lambda tensor: cached_device(plain_device.__get__(tensor)), doc=plain_device.__doc__
     )
-    requires_grad = _core.Tensor.requires_grad
+    plain_requires_grad = vars(_core.Tensor)["requires_grad"]
     _core.Tensor.requires_grad = property(  # type: ignore[method-assign,assignment]
-        requires_grad.__get__, _reject_assignment, doc=requires_grad.__doc__
+        plain_requires_grad.__get__, _reject_assignment, doc=plain_requires_grad.__doc__
     )
 
 

@@ -23,6 +23,7 @@ def run_ranks(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
     """
     size = len(arguments)
     began = time.monotonic()
+    # In /tmp, because the path of the socket where the processes meet must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
             subprocess.Popen(
@@ -34,6 +35,7 @@ def run_ranks(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
             )
             for rank in range(size)
         ]
+        # The timeout is longer than the limit: it only ends the wait for a process that hangs.
         texts = [process.communicate(timeout=60) for process in processes]
     assert time.monotonic() - began < LIMIT_SECONDS
     return [(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
@@ -146,7 +148,7 @@ trainer = Trainer(
     tc.optim.AdamW(list(parameters.values()), lr=1e-3),
     BatchNumbers(),
     steps=9,
-    callbacks=[Fault(), SameParameters(group, moments=2)],
+    callbacks=[Fault(), SameParameters(group, moments=2)],  # compares after every second step
     group=group,
 )
 try:

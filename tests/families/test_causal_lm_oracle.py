@@ -1,4 +1,4 @@
-"""The losses of a language model equal those that peft and transformers compute from its files.
+"""Losses of a language model equal those that peft and transformers compute from the same files.
 
 This holds for the base, the base with its adapter, and the merged model.
 
@@ -108,4 +108,5 @@ def test_peft_and_transformers_compute_the_same_losses(
     task.save_merged(merged)
     merged_model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     assert loss(merged_model) == pytest.approx(adapted_loss, rel=1e-4)
+    # This library reads the merged file too.
     assert tc.load_file(merged / "model.safetensors")

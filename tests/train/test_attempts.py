@@ -115,6 +115,7 @@ def test_running_out_of_memory_after_twenty_steps_is_reported_without_a_new_plan
     assert line.endswith("where 10.00 GiB were predicted (20 % less)")
 
 
+# A run that has saved something may not be repeated.
 @pytest.mark.parametrize(("may_repeat", "expected"), [(True, 2), (False, 1)])
 def test_a_run_is_planned_anew_before_twenty_steps_and_before_it_saves(
     gpu_stats: dict[str, int], may_repeat: bool, expected: int
@@ -162,7 +163,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 
 def limits_of_attempts(limits: list[int | None], vram: float | None, fails: int) -> list[Any]:
-    """Return the limits that are set when each attempt of a run starts.
+    """Return, for each attempt of a run, the limits that have been set before it starts.
 
     The first `fails` attempts run out of memory.
     """

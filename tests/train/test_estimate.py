@@ -117,7 +117,9 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
         # The estimate counts the rounded weights of all 6 blocks. The tape keeps fewer: it keeps a
         # layer's weight for the gradient of the layer's input, and the inputs of the first layers
         # need no gradient. The estimate may be up to 30 % too large.
-        assert rounded - plain <= estimated == 6 * block < 1.3 * (rounded - plain)
+        added = rounded - plain
+        assert estimated == 6 * block
+        assert added <= estimated < 1.3 * added
 
 
 # With `qat_activations`, a step also rounds the inputs of adapted layers.
@@ -171,6 +173,7 @@ def check_parameters_and_states(base: Path, digits_folder: Path, **settings: Any
     config = task.family.config
     estimated = estimated_items(task)
     model = DigitsTransformer.from_pretrained(base)
+    # The transformer is the only part, so it has the name "".
     adapters = Adapters(
         {"": model.add_adapter(adapter_config(config, Digits.targets, Digits.formats))}
     )

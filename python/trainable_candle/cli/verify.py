@@ -90,8 +90,8 @@ def lines(
     names = {module.module for module in modules}
     kinds = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
     # A module that adapts several layers, as one for q, k and v does, has a report for each layer.
-    layers = f" with the adapters of {len(modules)} layers" if len(modules) > len(names) else ""
-    text = [f"{path}: {len(names)} modules{layers}"]
+    layer_note = f" with the adapters of {len(modules)} layers" if len(modules) > len(names) else ""
+    text = [f"{path}: {len(names)} modules{layer_note}"]
     text += [
         f"  {count} x {kind}, rank {rank}, scale {scale}"
         for (kind, rank, scale), count in kinds.most_common(_SHOWN)
@@ -130,10 +130,11 @@ def lines(
 
 def _applied(tool: str, modules: Sequence[AdapterModule], only_peft: Collection[str]) -> str:
     """Return how many adapters a tool applies as trained, in part and not at all, with reasons."""
-    # The modules in `only_peft` match no layer of the report, but peft applies them.
+    # The modules in `only_peft` have no layer in the report, but peft applies them.
     if tool != "peft":
         only_peft = ()
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
+    # `ignored_by` is empty for a module without a layer, so no module is counted twice.
     missing = sum(m.layer is None and m.module not in only_peft for m in modules)
     if missing:
         ignored["the model has no such layer"] = missing

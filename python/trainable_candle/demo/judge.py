@@ -96,8 +96,8 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
     """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
 
     ``train`` is the real images on which the base and the LoRA were trained. The judge was not
-    fitted on them, so its accuracy is measured on them. So is the spread of real images of the
-    digit.
+    fitted on them, so its accuracy is measured on them. Those of the digit also give the spread of
+    real images.
 
     Raises:
         ValueError: ``after``, or the images of the digit in ``train``, are fewer than two.

@@ -124,18 +124,20 @@ def train(
         attempt = _Workers(ray, number, needs, strategy, wait_seconds)
         with attempt, InterruptGuard() as guard:
             outcomes = attempt.run(config, failures, max_failures, guard, report)
-        rank, outcome = max(enumerate(outcomes), key=lambda ranked: _weight(ranked[1]))
+        rank, outcome = max(enumerate(outcomes), key=lambda ranked: _relevance(ranked[1]))
         if not outcome.error:
             return RayRun(config.output, outcome.step, outcome.completed, failures, guard.signal)
         text = f"rank {rank} on {attempt.places[rank].address}: {outcome.error}"
-        if outcome.is_final or 0 <= max_failures <= failures or guard.signal:
+        # A negative `max_failures` is no limit.
+        is_last_attempt = max_failures >= 0 and failures >= max_failures
+        if outcome.is_final or is_last_attempt or guard.signal:
             tried = f" (failure {failures + 1})" if failures else ""
             raise DistributedError(f"ray: {text}{tried}")
         report(f"ray: {text}; starting again")
     raise AssertionError  # Not reached: `count` has no end.
 
 
-def _weight(outcome: Outcome) -> int:
+def _relevance(outcome: Outcome) -> int:
     """Return how well an outcome explains why the run ended; 0 for a success.
 
     An error that only followed another process's explains least, and one that another attempt

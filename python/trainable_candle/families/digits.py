@@ -59,7 +59,7 @@ _DIGITS: Final = {word: digit for digit, name in enumerate(NAMES) for word in (n
 """English name or numeral -> digit."""
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 """The weights of red, green and blue in a grey value."""
-_SAMPLE_BYTES: Final = 32
+_DRAWING_BYTES: Final = 32
 """The bytes of memory that drawing an image takes for each of its pixels."""
 
 
@@ -191,7 +191,7 @@ class Digits(LatentFamily):
 
         The transformer, which is small, does not count.
         """
-        return count * size[0] * size[1] * _SAMPLE_BYTES
+        return count * size[0] * size[1] * _DRAWING_BYTES
 
     @cached_property
     def model(self) -> DigitsTransformer:

@@ -48,5 +48,6 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
 _CLASSES = {kind[0]: _class(*kind) for kind in optimizer_kinds()}  # kind[0] is the name
 globals().update(_CLASSES)
 for _optimizer_class in _CLASSES.values():
-    reject(_optimizer_class)  # copies and pickles, which would lack the state in the extension
+    # Copying and pickling raise: a copy would lack the state in the extension.
+    reject(_optimizer_class)
 __all__ = list(_CLASSES)

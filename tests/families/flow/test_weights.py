@@ -18,7 +18,8 @@ from trainable_candle.tasks.latent import LatentModel, SampleOptions
 from trainable_candle.train import TrainConfig
 
 FAMILIES = ("sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
-# The fields for the widths of text features, unless there is only `joint_attention_dim`.
+# The fields for the widths of text features. The families that are missing here have only
+# `joint_attention_dim`.
 FEATURES = {"zimage": ["cap_feat_dim"], "sd3": ["joint_attention_dim", "pooled_projection_dim"],
             "flux": ["joint_attention_dim", "pooled_projection_dim"]}  # fmt: skip
 

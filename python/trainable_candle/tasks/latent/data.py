@@ -143,8 +143,8 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
             "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
         )
     if config.mask != "off" and not any(item.has_mask for item in dataset.items):
-        reason = none_found(config.mask, dataset.items[0].image.path)
-        raise ConfigError(f"--mask {config.mask} {reason}")
+        end_of_message = none_found(config.mask, dataset.items[0].image.path)
+        raise ConfigError(f"--mask {config.mask} {end_of_message}")
     if config.validation_dataset:
         with naming_validation():  # Errors name `validation_dataset` instead of `dataset`.
             # `fixed`: without random crops, mirroring and changes of colours.
@@ -164,8 +164,8 @@ def folder_for_cache(
     Args:
         config: the settings.
         dataset: the images; by default, the cache is in their first folder.
-        report: gets a line if that folder cannot be written to, so that the cache is in the output
-            folder of the run.
+        report: gets a line if the cache is in the output folder of the run, because that first
+            folder cannot be written to.
 
     Raises:
         ConfigError: none of the possible folders can be written to.
