@@ -100,12 +100,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         folder = Path(temporary) / "transformer"
-        kind, config = full_flow.PIPELINES["flux"][2]["transformer"]
+        _class_name, _scheduler, parts = full_flow.PIPELINES["flux"]
+        kind, config = parts["transformer"]
         full_flow.write_part(folder, kind, config, DEVICE)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        cold = "" if empty_cache() else " (from the system's cache)"
+        cached = "" if empty_cache() else " (from the system's cache)"
         seconds = plain_read(folder)
-        print(f"plain read of {size / 1e9:.1f} GB{cold}: {seconds:.1f} s", flush=True)
+        print(f"plain read of {size / 1e9:.1f} GB{cached}: {seconds:.1f} s", flush=True)
         for form in given.formats:
             empty_cache()
             command = [sys.executable, __file__, "--load", str(folder), form]

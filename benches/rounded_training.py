@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ROOT = Path(__file__).parents[1]
-GRIDS = ("int8", "fp8", "int4", "nf4")
+FORMATS = ("int8", "fp8", "int4", "nf4")
 """The formats to which the merged weights are rounded."""
 BASES = ("int8", "fp8", "nf4")
 """The formats of the quantized bases, and those for which scales are learned."""
@@ -106,20 +106,20 @@ def held_out_loss(given: argparse.Namespace, task: TextTask) -> float:
 
 def rounded(
     values: Mapping[str, tc.Tensor],
-    grid: str | None,
+    form: str | None,
     is_rounded: Callable[[str], bool],
     adapter: Path,
 ) -> dict[str, tc.Tensor]:
-    """Return the values, with those whose names satisfy `is_rounded` rounded to the format `grid`.
+    """Return the values, with those whose names satisfy `is_rounded` rounded to the format `form`.
 
     If the format is None, nothing is rounded. If the run of `adapter` learned factors on the scales
     of this format, the scales are multiplied by them.
     """
-    if grid is None:
+    if form is None:
         return dict(values)
-    factors = learned_scales(adapter, grid)
+    factors = learned_scales(adapter, form)
     return {
-        key: fake_quantize(value, grid, factors.get(key.removesuffix(".weight")))
+        key: fake_quantize(value, form, factors.get(key.removesuffix(".weight")))
         if is_rounded(key)
         else value
         for key, value in values.items()
@@ -137,13 +137,13 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
         task.save_merged(merged)
         weights = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
         losses = {}
-        for grid in (None, *GRIDS):
+        for form in (None, *FORMATS):
             # The linear layers of the blocks have names with `_proj`; only they are rounded.
-            served = rounded(weights, grid, lambda key: key.endswith("_proj.weight"), adapter)
+            served = rounded(weights, form, lambda key: key.endswith("_proj.weight"), adapter)
             tc.save_file(served, merged / "model.safetensors")
             served_task = families.load("causal-lm", merged, "f32", given.device, config)
             assert isinstance(served_task, TextTask)
-            losses[grid or "merged"] = held_out_loss(given, served_task)
+            losses[form or "merged"] = held_out_loss(given, served_task)
         return losses
 
 
@@ -152,7 +152,7 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     # The settings that distinguish each way, by the name of the way.
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
-    cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
+    cases |= {f"qat {form}": {"qat": form} for form in FORMATS}
     learned = {"qat_learned_scales": True}
     cases |= {f"qat {base}, learned scales": {"qat": base, **learned} for base in BASES}
     cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}

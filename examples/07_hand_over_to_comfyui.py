@@ -55,6 +55,8 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
     for tool in report.tools:
         applied = sum(tool not in {*m.ignored_by, *m.changed_by} for m in report.modules)
         print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
+    # `good`: the first tool, ComfyUI, applies every module as it was trained, and the file has no
+    # other fault. The other tools do not count.
     if not report.good:
         raise SystemExit(
             "ComfyUI would not apply all modules of the adapter as they were trained, or the file "

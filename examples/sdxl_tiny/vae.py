@@ -1,4 +1,4 @@
-"""Train the autoencoder, and classifiers: they select images, and give the perceptual loss."""
+"""Train the autoencoder, and the classifiers that select images and give the perceptual loss."""
 
 import itertools
 import time
@@ -189,6 +189,7 @@ def train(
             decoded = model.decode(posterior.sample()).sample.float()
             detail = detail_distance(classifier, real, decoded)
         reconstruction = functional.l1_loss(decoded, real) + DETAIL_WEIGHT * detail.float()
+        # `kl()` is a sum over the elements of each latent; the division makes it a mean.
         loss = reconstruction + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
         is_adversarial = progress > ADVERSARY_START
         if is_adversarial:

@@ -1,7 +1,8 @@
 """Captured steps equal eager steps bit by bit, even if the state changes between replays.
 
-`tc.cuda.capture` records a step as a CUDA graph at its second or third call; later calls replay the
-graph. Eager steps run without a graph.
+`tc.cuda.capture` records a step as a CUDA graph at its second call, or at its third if the step
+computes gradients of variables outside an adapter. Later calls replay the graph. Eager steps run
+without a graph.
 """
 
 from __future__ import annotations

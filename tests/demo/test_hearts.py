@@ -113,14 +113,15 @@ def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
 def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = {hearts: "sdxl", language: "causal-lm", digits_demo: "digits"}[demo]
+    task = load(name, None, "f32", "cpu")
+
     def interrupted_training(_: TrainConfig, **_options: object) -> SimpleNamespace:
         # As a new run does: rejects checkpoints of steps after 0, which are those of another run.
         refuse_later(tmp_path, 0)
         leave_checkpoint(tmp_path)
         return SimpleNamespace(task=task, completed=False)
 
-    name = {hearts: "sdxl", language: "causal-lm", digits_demo: "digits"}[demo]
-    task = load(name, None, "f32", "cpu")
     monkeypatch.setattr(demo, "train_adapter", interrupted_training)
     # Save time: before training, ask the language model nothing, and draw only one digit.
     monkeypatch.setattr(language, "Answers", lambda *_: None)
@@ -130,7 +131,8 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
         demo.run_demo(tmp_path)
     assert checkpoints(tmp_path)
     # The mark is a file that says that a demo writes to the folder. Without it, the checkpoints may
-    # be those of another run, so they are kept.
+    # be those of another run, so they are kept. The first demo must leave no mark when it fails, or
+    # the second would remove them.
     (tmp_path / MARK).unlink()
     for _ in range(2):
         with pytest.raises(ConfigError, match="of an earlier run"):

@@ -194,7 +194,7 @@ def test_a_run_continues_from_the_adapter_of_another_run_if_the_layers_agree(
         losses.append(first_row["validation_loss"])
         assert losses[-1] < 0.8 * first_row["validation_base_loss"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    fewer_layers = {"initial_adapter": initial, "target_modules": ["q_proj"]}
+    fewer_layers = {"initial_adapter": str(first.output / "peft"), "target_modules": ["q_proj"]}
     with pytest.raises(ConfigError, match=r"for other layers than --target-modules: .*mlp"):
         train(config_of(weights, chats, tmp_path / "d", **fewer_layers))
 
@@ -225,7 +225,8 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
     for var in parameters.values():
         var.set(tc.randn(var.shape) * 0.1)
     data = task.prepare(split, lambda _: None).train
-    # Three examples in two rows: fewer than 160 tokens and 20 bounds.
+    # Three examples in two rows have fewer than 160 tokens and fewer than 20 bounds (positions at
+    # which an example begins or ends), so the padding below adds tokens and bounds.
     rows = [split.train.examples[:2], split.train.examples[2:3]]
 
     def result(padding_multiple: int = 1, least_bounds: int = 0) -> tuple[float, dict[str, Any]]:

@@ -57,7 +57,7 @@ def test_losses_with_w8a8_are_near_those_without(
         pytest.skip("the tiny Chroma has no layer that W8A8 applies to")
     config = config.with_(base_precision=base_format)
     expected = losses(config)
-    found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
+    found = losses(config.with_(output=str(tmp_path / "w8a8"), w8a8=True))
     # W8A8 applies to layers whose numbers of input and output features are multiples of 16. The
     # tiny UNet has no such layer. Its losses differ because with W8A8, only the feed-forward layers
     # of a UNet have codes; without W8A8, its other layers have codes too.
@@ -123,7 +123,7 @@ def flux(base: Path, data: Path, **settings: Any) -> Any:
 
 
 def text_bytes(family: Any) -> int:
-    """Return the estimated bytes of the weights of the text encoders."""
+    """Return the estimated bytes of the weights of the text encoders of a family from `flux`."""
     task = family.task()
     estimate = task.estimate(family.config, task.read(lambda _: None))
     items = [item for item in estimate.phases["encoding captions"] if item.what == "weights"]
@@ -142,7 +142,8 @@ def test_text_encoders_take_the_formats_of_their_files(fp8_base: Path, sdxl_fold
     assert {part: stored.source(part)["quantize"] for part in stored.facts.text_encoders} == {
         "text_encoder": None, "text_encoder_2": "fp8",
     }  # fmt: skip
-    # The dtype, then the format of each encoder; "same" is no format.
+    # The dtype, then the format of each encoder; "same" is no format. A format that all encoders
+    # have is named once.
     assert stored.text_precision == "bf16 same fp8"
     # With --text-encoder-precision fp8, CLIP is quantized too, so the cache has other features.
     both = flux(fp8_base, sdxl_folder, text_encoder_precision="fp8")

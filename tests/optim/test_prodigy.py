@@ -51,6 +51,7 @@ def reference(
         # The factors 1 - beta3 of r and of the sums in the paper, and 1 / d0 here, cancel.
         d = max(d, d_coef * r / sum(float(np.abs(s).sum()) for s in sums))
         for i, p in enumerate(params):
+            # As in prodigyopt, epsilon is multiplied by the new estimate.
             direction = first[i] / (np.sqrt(second[i]) + d * 1e-8)
             params[i] = p - step_size * (weight_decay * p + direction)
         estimates.append(d)
@@ -70,6 +71,7 @@ def test_steps_on_a_quadratic_equal_the_definition(options: dict[str, float]) ->
         for variable in variables:
             variable.grad = variable.detach() * 3.0
         optimizer.step()
+        # The first number is d.
         found.append(optimizer.state_dict()["estimate"].tolist()[0])
     expected = reference(params, lambda p: 3.0 * p, 60, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-9)

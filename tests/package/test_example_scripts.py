@@ -60,7 +60,8 @@ def test_the_scripts_that_train_built_in_models_run(
 
 def test_lora_improves_a_users_own_model(tmp_path: Path) -> None:
     accuracy = script("03").main(tmp_path)
-    assert accuracy["after"] > 0.9 > 0.5 > accuracy["before"]
+    assert accuracy["before"] < 0.5
+    assert accuracy["after"] > 0.9
     assert accuracy["merged"] == accuracy["after"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"]) == ("LORA", 8)
@@ -76,7 +77,7 @@ def test_the_script_for_sdxl_trains_and_draws(tmp_path: Path) -> None:
 
 def test_the_script_for_language_models_trains_and_answers(tmp_path: Path) -> None:
     correct_share = script("05").main(tmp_path, steps=60)
-    assert correct_share > 0.2
+    assert correct_share > 0.2  # the base model was not trained on Pig Latin
     assert (tmp_path / "run" / "peft" / "adapter_model.safetensors").exists()
 
 

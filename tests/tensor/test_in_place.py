@@ -66,8 +66,9 @@ def test_a_fill_replaces_non_finite_values() -> None:
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
 
 
-def test_random_numbers_are_drawn_in_place_within_valid_limits() -> None:
+def test_random_numbers_are_drawn_in_place_and_wrong_limits_are_rejected() -> None:
     v = tc.Var(tc.zeros(2000))
+    # A new `Generator` has the seed 0.
     assert v.normal_(3.0, 0.5, generator=tc.Generator()) is v
     assert float(v.mean()) == pytest.approx(3.0, abs=0.05)
     assert float(v.std()) == pytest.approx(0.5, abs=0.05)

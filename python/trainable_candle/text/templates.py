@@ -1,13 +1,18 @@
 """Chat templates, which turn messages into text as transformers' `apply_chat_template` does.
 
 Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
-values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with four
+values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with three
 exceptions. `strftime_now` always gives the same day: if texts changed from day to day, runs would
 not be repeatable. Names of a namespace's attributes must not begin with `_`, because such names
-could lead to Python's internals. The role `developer` is called `system` for templates that do not
-have the word "developer", because most of these would leave the message out. Content that is text
-becomes a list of parts for templates that read only lists, and a list of parts becomes text for
-templates that read only text; transformers would render nothing, or Python's notation of the list.
+could lead to Python's internals. `dict` is a function, because methods of the class, such as
+`dict.update`, could change messages.
+
+Unlike transformers, `ChatTemplate` also adapts messages. Values that are None count as absent. The
+role `developer` is called `system` for templates that do not have the word "developer", because
+most of these would leave the message out. Content that is text becomes a list of parts for
+templates that read only lists, and a list of parts becomes text for templates that read only text;
+transformers would render nothing, or Python's notation of the list. Reasoning is given under each
+of the two keys that templates read.
 """
 
 from __future__ import annotations
@@ -156,9 +161,9 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message that has its reasoning, if any, under both keys that templates read.
+    """Return a message that has its reasoning, if any, under the two keys that templates read.
 
-    The keys are `thinking` and `reasoning_content`.
+    The keys are `thinking` and `reasoning_content`; the message may also have it under `reasoning`.
     """
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
@@ -243,7 +248,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    # Templates get this function instead of the class `dict`.
+    # Templates get this function instead of the class `dict`, whose methods could change messages.
     def as_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 

@@ -177,7 +177,7 @@ def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, Pi
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
     """Return what OFT rotates: the "input" of layers, or their "output".
 
-    The default is the side that programs which read the adapter file's format expect.
+    By default, this is the side that readers of the adapter file's format expect.
 
     Args:
         config: the settings.
@@ -206,6 +206,7 @@ def adapter_config(
         lora_dropout=config.lora_dropout,
         adapter=config.adapter,
         use_rslora=config.rslora,
+        # DoRA's weight decomposition: a magnitude for each output, or for each input.
         wd_on_output=config.dora_axis == "output",
         oft_block_size=config.oft_block_size,
         oft_side=oft_side(config, formats),

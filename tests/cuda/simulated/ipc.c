@@ -10,20 +10,20 @@ struct handle {
     char kind[8];
     int process;
     ino_t inode;
-    struct simulated_direct of;
+    struct simulated_direct memory;
 };
 _Static_assert(sizeof(struct handle) <= sizeof(CUipcMemHandle), "the size of a handle");
 
 static CUresult ipc_get(CUipcMemHandle *made, CUdeviceptr address) {
     TRY(simulated_ready(true));
-    struct simulated_direct of;
+    struct simulated_direct memory;
     struct stat found;
-    if (!simulated_find_direct(address, &of) || fstat(of.file, &found))
+    if (!simulated_find_direct(address, &memory) || fstat(memory.file, &found))
         return simulated_fail("cuIpcGetMemHandle", CUDA_ERROR_INVALID_VALUE, "not-from-cuMemAlloc");
-    struct handle handle = {"shared", (int)getpid(), found.st_ino, of};
+    struct handle handle = {"shared", (int)getpid(), found.st_ino, memory};
     memset(made, 0, sizeof *made);
     memcpy(made, &handle, sizeof handle);
-    simulated_log("ipc-export bytes=%zu device=%d", of.bytes, of.device);
+    simulated_log("ipc-export bytes=%zu device=%d", memory.bytes, memory.device);
     return CUDA_SUCCESS;
 }
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) { LOCKED(ipc_get(handle, address)); }
@@ -36,18 +36,18 @@ static CUresult ipc_open(CUdeviceptr *address, CUipcMemHandle given, unsigned fl
     if (strcmp(handle.kind, "shared") || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         return simulated_fail("cuIpcOpenMemHandle", CUDA_ERROR_INVALID_VALUE, "arguments");
     if (handle.process == (int)getpid()) return simulated_fail("cuIpcOpenMemHandle", CUDA_ERROR_INVALID_CONTEXT, "own-process");
-    if (handle.of.device != simulated_context->device && !simulated_peers())
+    if (handle.memory.device != simulated_context->device && !simulated_peers())
         return simulated_fail("cuIpcOpenMemHandle", CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "peers");
     char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.process, handle.of.file);
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.process, handle.memory.file);
     int file = open(path, O_RDWR | O_CLOEXEC);
     struct stat found;
     if (file < 0 || fstat(file, &found) || found.st_ino != handle.inode)
         return simulated_fail("cuIpcOpenMemHandle", CUDA_ERROR_INVALID_HANDLE, "the-memory-is-gone");
-    *address = simulated_map_direct((struct simulated_direct){file, handle.of.device, handle.of.bytes});
+    *address = simulated_map_direct((struct simulated_direct){file, handle.memory.device, handle.memory.bytes});
     close(file);
     if (!*address) return simulated_fail("cuIpcOpenMemHandle", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
-    simulated_log("ipc-open bytes=%zu device=%d", handle.of.bytes, handle.of.device);
+    simulated_log("ipc-open bytes=%zu device=%d", handle.memory.bytes, handle.memory.device);
     return CUDA_SUCCESS;
 }
 CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) { LOCKED(ipc_open(address, handle, flags)); }

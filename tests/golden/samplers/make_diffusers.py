@@ -4,8 +4,9 @@ pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
 The script makes the schedulers compute in f64: it replaces `float32` of torch and numpy by
-`float64`. In f32, they would lose digits: with a signal-to-noise ratio of 0 at the last timestep,
-they subtract numbers near 10,000 that differ by 50. Noise and conditions are f32 numbers.
+`float64`. In f32, Euler would lose digits: with a signal-to-noise ratio of 0 at the last timestep,
+where sampling starts, its first step subtracts numbers near 10,000 that differ by 50. Noise and
+conditions are f32 numbers.
 `RUN.samples` has the sample before the first step and after each step.
 """
 
@@ -66,7 +67,8 @@ def main() -> None:
     found = {name: value.clone() for name, value in found.items()}
     torch.float32, np.float32 = torch.float64, np.float64
     torch.set_default_dtype(torch.float64)
-    noise, negative, positive = (found[name].double() for name in found)
+    # In the order of `found`.
+    noise, negative, positive = (value.double() for value in found.values())
     for name, changes in SCHEDULES.items():
         scheduler = DDPMScheduler(**(SDXL | changes))
         found[f"schedule.{name}.alphas_cumprod"] = scheduler.alphas_cumprod

@@ -292,8 +292,8 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
         delta = np.roll(delta, len(delta) // 2, axis=0)
     if magnitude is None:
         return weight + delta
-    # As in ComfyUI: a magnitude for each output is divided by the norm of the weight without the
-    # change, one for each input by the norm of the changed weight.
+    # As in ComfyUI: if each output has a magnitude, the norms are those of the weight without the
+    # change; if each input has one, they are those of the changed weight.
     if len(magnitude) == len(weight):
         norm = np.linalg.norm(weight, axis=1, keepdims=True)
     else:
