@@ -124,10 +124,12 @@ def _chosen(plan: Plan) -> str:
         if value is True:
             parts.append(short)
         elif name == "checkpoint_blocks":
-            # The part before is "checkpointing full" or "checkpointing offload", for these blocks.
+            # The part before is "checkpointing full" or "checkpointing offload". It is for the
+            # first `value` of the blocks that can have a policy.
             blocks = plan.estimate.work.checkpointed if plan.estimate.work is not None else 0
             parts[-1] += f" {short} {value} of {blocks} blocks"
         elif name == "stream_blocks":
+            # `work.blocks` counts the blocks that can be streamed.
             blocks = plan.estimate.work.blocks if plan.estimate.work is not None else 0
             parts.append(f"{value} of {blocks} {short}")
         else:

@@ -62,9 +62,10 @@ def test_a_step_is_one_launch_without_master_values(
     cuda: Any, optimizer: str, capture: bool
 ) -> None:
     count = 6 * 64 * 8  # elements of all variables
-    # Each moment of an element is in bf16, also with AdamW8bit if the variables are small. Other
-    # 8-bit states have a code of 1 byte for each element, and an f32 scale for each 256 elements.
-    # `element_bytes` is for the optimizers without 8-bit states; its keys begin those of KERNELS.
+    # Each moment of an element is in bf16, also with AdamW8bit if the variables are small. With
+    # `min_8bit_size=1`, the states are in 8 bits: a moment has a code of 1 byte for each element,
+    # and an f32 scale for each 256 elements. `element_bytes` is for the optimizers without 8-bit
+    # states; each of its keys is the beginning of a key of KERNELS.
     element_bytes = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
     matching = [n for prefix, n in element_bytes.items() if optimizer.startswith(prefix)]
     eight_bit_bytes = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)

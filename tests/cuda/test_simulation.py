@@ -15,6 +15,8 @@ START = """
     import ctypes
 
     driver = ctypes.CDLL("libcuda.so.1")
+    # `cuda.run` puts the folder of the simulated libraries first. Below it, all libraries except
+    # the driver are where pip would put them.
     folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
     blas = ctypes.CDLL(f"{folder}/nvidia/cu13/lib/libcublas.so.13")
     pointer, size, no_flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong(0)

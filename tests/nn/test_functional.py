@@ -38,7 +38,7 @@ def convolved(x, w, b, stride, padding, dilation, groups):
     ow = (width - dilation[1] * (kw - 1) - 1) // stride[1] + 1
     y = np.zeros((batch, out, oh, ow))
     for o in range(out):
-        channel = o // (out // groups) * per_group  # the first one of the group
+        channel = o // (out // groups) * per_group  # the first input channel of the group
         for i in range(oh):
             for j in range(ow):
                 rows = i * stride[0] + dilation[0] * np.arange(kh)

@@ -38,7 +38,8 @@ def test_no_package_imports_a_package_above_it(package: str) -> None:
 
 
 def test_cases_of_operations_are_compiled_for_tests_only() -> None:
-    # Declarations of the modules with cases, and uses of them.
+    # Declarations of the modules with cases, uses of them, and the lists of cases: an operation's
+    # (ENTRIES) and that of all operations (REGISTRY).
     of_tests = re.compile(r"\s*(pub\S* )?(mod cases?;|static (ENTRIES|REGISTRY)|use .*\bcases?::)")
     for path in (ROOT / "rust" / "core" / "src" / "ops").rglob("*.rs"):
         if path.name == "cases.rs":  # compiled only through its `mod` line

@@ -113,15 +113,18 @@ def test_separate_files_give_the_latents_and_images_of_the_pipeline(
     assert quantized.family.drawing_bytes((32, 32), 1) < needed
     separate.family.model  # noqa: B018 - loads the denoiser
     denoiser = separate.family.facts.bytes("f32", "transformer")
-    assert separate.family.drawing_bytes((32, 32), 1) == needed - denoiser > 0
+    needed_besides = separate.family.drawing_bytes((32, 32), 1)
+    assert needed_besides == needed - denoiser
+    assert needed_besides > 0
     options = SampleOptions(steps=1, size=(16, 16))
     if name not in {"sd3", "flux"}:
         # Prompts can be encoded. Chroma's only text encoder is T5, and the tiny T5 has all tokens
-        # of the package's tokenizer. The tokenizers of Qwen's models are beside the encoders.
+        # of the package's T5 tokenizer. The text encoders of the other families are models of Qwen,
+        # whose tokenizers the families find beside the encoders.
         np.testing.assert_array_equal(separate.draw(["a"], options), pipeline.draw(["a"], options))
         return
-    # Prompts cannot be encoded: with a transformer in a file of its own, the family uses the
-    # package's CLIP tokenizer, which has more tokens than the tiny encoder.
+    # Prompts cannot be encoded: with a transformer in a file of its own, the family looks for no
+    # CLIP tokenizer, but uses the package's, which has more tokens than the tiny encoder.
     with pytest.raises(WeightsFormatError, match="tokenizer"):
         separate.draw(["a"], options)
 

@@ -5,8 +5,9 @@
 
 Writes torchao.npz: for each format, the fake quantized `values` of `matrix` (of make_nf4.py). For
 int8 and int4, it also has the `gradient` of the sum of these values, in which the scales count as
-constants. Integers are symmetric: int8 has codes from -127 to 127 and one scale for each row, int4
-is the format of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
+constants. Integers are symmetric, so their zero point is 0: int8 has codes from -127 to 127 and one
+scale for each row; int4 is the format of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`, with
+codes from -8 to 7.
 """
 
 from pathlib import Path

@@ -179,7 +179,10 @@ def unet() -> None:
 
 
 def autoencoder() -> None:
-    """Save the autoencoder, moments and images, and both as computed in tiles."""
+    """Save the autoencoder, the moments of images and decoded latents.
+
+    The means and the decoded latents are also saved as computed in tiles.
+    """
     model = randomized(
         AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -215,7 +218,7 @@ def text_encoders() -> None:
 
     With this id, transformers takes the largest id of a text as its end token: VOCABULARY - 1.
     """
-    # Three texts of 17 tokens without special tokens; then end tokens from position 5, 9 and 16 on.
+    # Three texts of 17 tokens. The end token replaces the tokens from positions 5, 9 and 16 on.
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {

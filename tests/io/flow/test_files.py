@@ -149,7 +149,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 
 def random_array(*shape: int) -> np.ndarray:
-    """Return random values, the same in each call with a shape."""
+    """Return random values, the same in each call with the same shape."""
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
@@ -198,11 +198,12 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     module, (down, up) = TO_OUT[name, tool]
     has_alpha = (down, up) == KOHYA
     model = FAMILIES[name].load()
-    others = {
+    # The layer of `TO_OUT` in diffusers' names; in the families that are not listed, it is BLOCK.
+    layers = {
         "zimage": "layers.1.attention.to_out.0", "chroma": "single_transformer_blocks.1.proj_out",
     }  # fmt: skip
-    layer = f"{others.get(name, BLOCK)}.weight"
-    base = model.named_tensors()[layer].numpy()
+    weight_name = f"{layers.get(name, BLOCK)}.weight"
+    base = model.named_tensors()[weight_name].numpy()
     a, b = random_array(RANK, base.shape[1]), random_array(len(base), RANK)
     arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
     if has_alpha:
@@ -210,7 +211,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     scale = 2.0 / RANK if has_alpha else 1.0
     expected = base + scale * b @ a
     model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
-    np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
+    np.testing.assert_allclose(merged(model)[weight_name], expected, atol=1e-6)
 
 
 def test_verify_says_which_tools_read_musubis_files_of_z_image(tmp_path: Path) -> None:
