@@ -70,7 +70,8 @@ class Parser(argparse.ArgumentParser):
             advice = instead(name.lstrip("-"))  # about flags of other trainers
             if advice is not None:
                 raise ConfigError(f"{name} {advice}")
-            # Do not suggest synonyms: they have no help and are not the name of a setting.
+            # Do not suggest synonyms. Like hidden rare flags, they have no help; but a rare flag is
+            # the name of its setting.
             flags = [
                 option
                 for action in self._actions

@@ -183,7 +183,7 @@ class FeatureStore:
             raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Remove entries whose source file has changed since, and entries that cannot be read.
+        """Remove unreadable entries, and those whose source file has changed since they were made.
 
         Args:
             needed: the keys of entries that are kept without a check.

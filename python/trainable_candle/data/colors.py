@@ -76,13 +76,13 @@ class Colors:
         return np.moveaxis(np.rint(planes).astype(np.uint8), 0, -1)
 
 
-def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> Colors | None:
+def drawn_colors(options: ColorOptions, seed: int, image_seed: int, variant: int) -> Colors | None:
     """Draw the colour changes of a variant of an image, each uniformly from its range.
 
     Args:
         options: how much each property may vary.
         seed: the seed of the run.
-        image: the image's own seed.
+        image_seed: the image's own seed.
         variant: the number of the variant.
 
     Returns:
@@ -90,8 +90,8 @@ def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> 
     """
     if not options.varies:
         return None
-    # `pair` packs both numbers into one, which selects the generator's random numbers.
-    offsets = generator(seed, "color", pair(image, variant)).uniform(-1, 1, 4).tolist()
+    # `pair` packs its two arguments into one number, which selects the generator's random numbers.
+    offsets = generator(seed, "color", pair(image_seed, variant)).uniform(-1, 1, 4).tolist()
     return Colors(
         1 + options.brightness * offsets[0],
         1 + options.contrast * offsets[1],

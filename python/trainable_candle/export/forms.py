@@ -95,7 +95,8 @@ def require_fit(
         return
     for key, shape in _mlx_factors(path).items():
         layer, _, factor = key.rpartition(".")
-        outputs, inputs = layers.get(layer, (0, 0))[:2]  # (0, 0) fits no factor
+        # The first two sizes of a `Shape`, which may be a convolution's. (0, 0) fits no factor.
+        outputs, inputs = layers.get(layer, (0, 0))[:2]
         size, required = (shape[1], outputs) if factor == "lora_b" else (shape[0], inputs)
         if size != required:
             raise WeightsFormatError(

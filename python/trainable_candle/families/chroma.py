@@ -81,6 +81,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Prompt and negative prompt may differ in length. In one batch they would need a mask, which is
     # slow, so drawing calls the model for each of them.
     reads_texts_apart: ClassVar[bool] = True
+    # The shift of the noise levels grows with the size of the image.
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
     # The `scaling_factor` that the autoencoder must have.

@@ -55,8 +55,8 @@ class _Module:
     up_shape: tuple[int, ...]
     """The shape of `up` in the file that was read."""
     has_alpha: bool
-    """Whether the file has a tensor `.alpha` for the layer, so that `write` writes one, too; False
-    if the alpha is 0."""
+    """Whether the file has a tensor `.alpha` other than 0 for the layer. If so, `write` writes one,
+    too."""
 
 
 @dataclass(frozen=True)

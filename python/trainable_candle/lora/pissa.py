@@ -83,7 +83,7 @@ def _orthonormalised(columns: Tensor) -> Tensor:
 
     Only the small Gram matrix leaves the device. A QR decomposition in numpy would take longer than
     the products with the weight on a GPU. The columns need not be exactly orthonormal, because
-    `pissa` orthonormalises the last ones by a QR decomposition.
+    `pissa` orthonormalises those of its last iteration by a QR decomposition.
 
     Raises:
         NonFiniteError: a value of the Gram matrix is not a finite number.

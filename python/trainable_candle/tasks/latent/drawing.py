@@ -164,7 +164,8 @@ def paired(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of two texts in equal lengths, as a batch of both needs them.
 
-    The features of the shorter text are repeated up to the length of the longer.
+    The features of the shorter text are repeated up to the length of the longer. Unlike zeros,
+    whole repetitions do not change the results of cross-attention.
     """
     both = dict(positive), dict(negative)
     for name in positive:
@@ -206,7 +207,8 @@ def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
     """Return `graphs` in the form that `Guided` calls, to draw a batch of `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # For one image, one time is enough, even if `x` has the image twice, for both prompts.
+        # With one image, `times` has one entry even if `x` has the image twice, for both prompts:
+        # the models of pipelines broadcast one time to the batch.
         entries = 1 if count == 1 else x.shape[0]
         times = tc.full((entries,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)
