@@ -41,8 +41,9 @@ def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
         for node in getattr(scope, "body", []):
             if not isinstance(node, ast.FunctionDef):
                 continue
-            constructs = isinstance(scope, ast.ClassDef) and node.name in {"__new__", "__init__"}
-            name = scope.name if isinstance(scope, ast.ClassDef) and constructs else node.name
+            name = node.name
+            if isinstance(scope, ast.ClassDef) and name in {"__new__", "__init__"}:
+                name = scope.name
             positional = [*node.args.posonlyargs, *node.args.args]
             given = node.args.defaults
             pairs = [
@@ -60,7 +61,7 @@ def show_defaults(source: str, known: Defaults) -> str:
     places = [
         (default.lineno - 1, default.col_offset, text)
         for name, parameter, default in hidden(ast.parse(source))
-        if is_literal(text := known.get((name, parameter), ""))
+        if is_literal(text := known.get((name, parameter), ""))  # "" is not a literal
     ]
     for row, column, text in sorted(places, reverse=True):
         line = lines[row]

@@ -34,9 +34,9 @@ AUTOENCODER: Config = {
     "up_block_types": ["UpDecoderBlock2D"] * LEVELS,
     "sample_size": 1024, "latent_channels": 16, "mid_block_add_attention": True,
 }  # fmt: skip
-NO_QUANT_CONVS = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": True}
-VAE_SD3 = AUTOENCODER | NO_QUANT_CONVS | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
-VAE_FLUX = AUTOENCODER | NO_QUANT_CONVS | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+SD3_AND_FLUX = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": True}
+VAE_SD3 = AUTOENCODER | SD3_AND_FLUX | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+VAE_FLUX = AUTOENCODER | SD3_AND_FLUX | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 VAE_FLUX2 = AUTOENCODER | {
     "_class_name": "AutoencoderKLFlux2", "latent_channels": 32, "batch_norm_eps": 1e-4,
     "patch_size": [2, 2], "use_quant_conv": True, "use_post_quant_conv": True,
@@ -114,9 +114,9 @@ Parts = dict[str, tuple[str, Config]]
 
 def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, Config]) -> Parts:
     names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    diffusers = {"_class_name": f"{transformer}2DModel"}
+    class_field = {"_class_name": f"{transformer}2DModel"}  # diffusers' name of the class
     return {
-        "transformer": (transformer, config | diffusers),
+        "transformer": (transformer, config | class_field),
         # tc.models.AutoencoderKL is also the class of FLUX.2's autoencoder.
         "vae": (vae["_class_name"].removesuffix("Flux2"), vae),
         **dict(zip(names, encoders, strict=False)),  # not all pipelines have three encoders
@@ -146,7 +146,7 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
         _parts("ChromaTransformer", CHROMA, VAE_FLUX, ("T5Encoder", T5)),
     ),
     "zimage": ("ZImagePipeline", {"shift": 3.0}, Z_IMAGE_PARTS),
-    # Has the shape of the base model. The commands recognise turbo by the name of its folder.
+    # Has the shape of the base model. `trainable-candle` recognises turbo by its folder's name.
     "zimage-turbo": ("ZImagePipeline", {"shift": 3.0}, Z_IMAGE_PARTS),
     "flux2": (
         "Flux2KleinPipeline",

@@ -4,7 +4,7 @@ python benches/generate.py
 
 A token needs every weight once, so reading memory limits the speed. The script generates in several
 turns. Before each, it measures the rate at which NumPy reads large arrays with the same number of
-threads, and it prints both rates.
+threads. It prints this rate and the rate at which generation reads the weights.
 """
 
 from __future__ import annotations

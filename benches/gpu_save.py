@@ -67,7 +67,7 @@ def compare(
         path = results[1]
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         contents = {file.name: file.read_bytes() for file in files}
-        size = sum(map(len, contents.values()))
+        size = sum(map(len, contents.values()))  # the same in every round
         # Removing files takes time too, so it is outside both measurements.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         plain = timed(lambda contents=contents: write_plain(contents, folder / "plain"))
@@ -79,6 +79,7 @@ def compare(
         copies.append(copied)
         writes.append(written)
         plains.append(plain)
+    # The median seconds of all rounds but the first.
     copied, written, plain = map(statistics.median, (copies, writes, plains))
     print(
         f"{title}: {size / MIB:.0f} MiB; copy to the host {1e3 * copied:.0f} ms, "
@@ -167,7 +168,7 @@ def main() -> None:
         # gaps[n - 1] is the time from the end of step n to the end of the next. The first
         # SAVE_EVERY steps are left out, because some of them record graphs.
         saving = gaps[SAVE_EVERY - 1 :: SAVE_EVERY]
-        others = [gap for n, gap in enumerate(gaps) if n >= SAVE_EVERY and (n + 1) % SAVE_EVERY]
+        others = [gap for n, gap in enumerate(gaps, 1) if n > SAVE_EVERY and n % SAVE_EVERY]
         step = statistics.median(others)
         print(
             f"training: a step {1e3 * step:.1f} ms; a step after a checkpoint "

@@ -23,7 +23,7 @@ def main() -> None:
         "add": (lambda: ours + our_constant, lambda: theirs + their_constant),
         "mul": (lambda: ours * our_constant, lambda: theirs * their_constant),
         "mul by a number": (lambda: ours * 2.0, lambda: theirs * 2.0),
-        # The second call of each pair is torch's. It is not used if torch is not installed.
+        # Without torch, the second call of a pair, torch's, is not used; any function will do here.
         "exp": (ours.exp, theirs.exp if torch else ours.exp),
         "reshape": (lambda: ours.reshape(1, 1), lambda: theirs.reshape(1, 1)),
     }

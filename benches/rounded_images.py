@@ -83,7 +83,8 @@ class HeldOut:
             weights = tc.load_file(merged / UNET)
             losses = {}
             for grid in (None, *GRIDS):
-                # `rounded` takes learned factors of scales from `adapter`; these runs have none.
+                # From `adapter`, `rounded` takes factors that the run has learned for scales. The runs
+                # here learn none.
                 tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
                 self._family.use_model(merged)
                 losses[grid or "merged"] = self._images.validation_loss()
@@ -111,6 +112,7 @@ def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[
             **more,
         )
         run = train_adapter(config, progress=False, report=lambda _: None)
+        # Made from the configuration of the first case, "plain", so that its base is not quantized.
         held_out = held_out or HeldOut(config, held_out_dataset)
         losses[name] = {"apart": held_out.apart(run.task), **held_out.losses(run.adapter_path)}
         shutil.rmtree(output)

@@ -23,7 +23,7 @@ def test_jobs_are_done_in_order() -> None:
         writer.submit(partial(done.append, number))
     writer.wait()
     assert done == list(range(50))
-    # The thread ended with the queue; another job starts a new one.
+    # The thread ended when the queue was empty; another job starts a new thread.
     assert "test" not in [thread.name for thread in threading.enumerate() if thread.is_alive()]
     writer.submit(partial(done.append, 50))
     writer.wait()

@@ -108,7 +108,7 @@ def main() -> None:
         classifier = autoencoding.train_classifier(pixels, labels, arguments.classifier_steps)
         vae = autoencoding.train(pixels, classifier, arguments.vae_seconds)
     output.mkdir(parents=True, exist_ok=True)
-    # Twelve images that are spread over all flowers.
+    # Twelve images that are spread over all flowers, because the images are sorted by flower.
     shown = torch.arange(0, len(pixels), max(1, len(pixels) // 12), device=device)[:12]
     reconstructions(vae, pixels[shown]).save(output / "reconstructions.png")
 
@@ -142,10 +142,10 @@ def main() -> None:
     # The empty text is for captions that training drops.
     table = diffusion.tokenise(output, [*texts, ""], device)
     networks.train()
-    trained = diffusion.train(
+    averaged = diffusion.train(
         networks, latents, table, per_pair, arguments.unet_seconds, arguments.rate
     )
-    diffusion.save(output, trained, vae)
+    diffusion.save(output, averaged, vae)
     for guidance in (1.0, 4.0, 7.0):
         # A row of 8 images for each prompt.
         grid = diffusion.sample(output, PROMPTS, 8, guidance, models.RESOLUTION)

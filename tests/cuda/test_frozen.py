@@ -2,9 +2,9 @@
 
 The next call replays the graph with the new state, runs without the graph (a later call then
 records it again), or raises an error. `cuda.run` runs code on a simulated device and returns the
-log of its calls. `run.after(name)` is the part of the log after `mark(name)`, and calls of the kind
-"refused" are those that the simulated driver rejected. The device's kernels do not compute;
-test_frozen_gpu.py compares the values.
+log of its calls. `run.after(name)` is the part of the log from `mark(name)` to the next mark, and
+calls of the kind "refused" are those that the simulated driver rejected. The device's kernels do
+not compute; test_frozen_gpu.py compares the values.
 """
 
 import struct

@@ -1,8 +1,8 @@
 """The kernels that norms launch on the simulated device if residuals are added.
 
-The fixture `cuda` runs a code snippet and returns the log of its CUDA calls. Before a snippet it
-defines `tc`, the library, and `mark`, which writes a line to the log. `run.after(mark)` has the
-calls from a mark to the next one.
+The fixture `cuda` runs a code snippet and returns the log of its CUDA calls. For the snippet, the
+fixture defines `tc`, the library, and `mark(name)`, which writes a line to the log.
+`run.after(name)` has the calls from the mark of this name to the next mark.
 """
 
 from collections import Counter

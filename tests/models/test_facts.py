@@ -30,6 +30,7 @@ def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: 
         # `elements` is the number of all values.
         assert part.elements == sum(tc.zeros(tuple(shape)).numel() for shape in tensors.values())
         assert part.dtype == "bf16"
+        # `layers` has the layers that can have adapters, with the shapes of their weights.
         assert (
             part.layers.items()
             <= {key.removesuffix(".weight"): shape for key, shape in tensors.items()}.items()
@@ -101,6 +102,7 @@ def test_an_index_of_an_unknown_pipeline_leaves_the_unet_and_a_damaged_index_is_
 ) -> None:
     shutil.rmtree(pipeline / "vae")
     write_index(pipeline, '{"_class_name": "SomethingElse"}')
+    # No known pipeline has all of its parts here, so the folder counts as a single model.
     assert list(tc.inspect(pipeline).parts) == ["unet"]
     write_index(pipeline, '{"_class_name": ')
     with pytest.raises(tc.ConfigError, match=r"model_index\.json: EOF"):

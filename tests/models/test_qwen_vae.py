@@ -92,9 +92,9 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(policy: str) -> None:
     assert gradient() == plain
 
 
-# Qwen-Image's autoencoder has the architecture of the video model Wan's. Maps some names of tensors
-# in Wan's code, which ComfyUI's files have, to diffusers' names. The function
-# `convert_wan_vae_to_diffusers` of diffusers 0.42 has the whole map.
+# Qwen-Image's autoencoder has the architecture of the autoencoder of Wan, a video model. This table
+# maps some names of tensors in Wan's code, which ComfyUI's files have, to diffusers' names. The
+# function `convert_wan_vae_to_diffusers` of diffusers 0.42 has the whole map.
 WAN = {
     "encoder.conv1.weight": "encoder.conv_in.weight",
     "encoder.downsamples.0.residual.0.gamma": "encoder.down_blocks.0.norm1.gamma",

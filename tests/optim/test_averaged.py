@@ -44,6 +44,7 @@ SCHEDULE_FREE: dict[str, dict[str, Any]] = {
 def golden() -> dict[str, tc.Tensor]:
     """Return initial values `pN`, gradients `gradN.STEP` and results of `make_averaged.py`.
 
+    The results are `CASE.pN`, the parameters after the last step, and `CASE.evalN`, their averages.
     Parameter 2 is a vector. Parameters 0 and 1 are matrices, and parameter 3 has three dimensions.
     """
     return tc.load_file(GOLDEN / "averaged.safetensors")
@@ -61,7 +62,8 @@ def take_steps(
 
 @pytest.mark.parametrize("case", MUON)
 def test_muon_equals_that_of_torch(case: str, golden: dict[str, tc.Tensor]) -> None:
-    variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}  # parameter 2 is a vector
+    # Torch's Muon takes no vectors. It got parameter 3 as a matrix, (6, 6).
+    variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}
     take_steps(optim.Muon(variables.values(), **MUON[case]), variables, golden)
     for i, variable in variables.items():
         assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
@@ -124,7 +126,7 @@ def test_using_the_averages_between_steps_does_not_change_the_training(
         for _ in range(3):
             take_steps(optimizer, variables, golden)
             if uses_averages:
-                # Each second call has no effect.
+                # The second `eval` and the second `train` have no effect.
                 optimizer.eval()
                 optimizer.eval()
                 optimizer.train()

@@ -125,7 +125,7 @@ def test_every_error_is_also_a_builtin_exception():
     assert {"Error", *builtin} == set(errors.__all__)
     for name, base in builtin.items():
         assert getattr(tc, name) is getattr(errors, name)
-        assert issubclass(getattr(tc, name), (base,))
+        assert issubclass(getattr(tc, name), base)
         assert issubclass(getattr(tc, name), tc.Error)
 
 

@@ -93,11 +93,12 @@ def test_a_loop_trains_a_language_model(language_model: Path) -> None:
     model, ids = names["model"], names["ids"]
     assert isinstance(model, tc.models.CausalLM)
     assert isinstance(ids, tc.Tensor)
-    trained = model.loss(ids, labels=ids).item()
+    trained_loss = model.loss(ids, labels=ids).item()
+    assert trained_loss < 0.2
     base = tc.models.CausalLM.from_pretrained(language_model / "WEIGHTS")
-    assert trained < 0.2 < 1.0 < base.loss(ids, labels=ids).item()
+    assert base.loss(ids, labels=ids).item() > 1.0
     base.load_adapter(language_model / "lora")
-    assert base.loss(ids, labels=ids).item() == pytest.approx(trained, abs=1e-4)
+    assert base.loss(ids, labels=ids).item() == pytest.approx(trained_loss, abs=1e-4)
 
 
 def test_the_trainer_teaches_a_language_model_an_answer(language_model: Path) -> None:

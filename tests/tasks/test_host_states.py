@@ -23,7 +23,8 @@ from .works import work_without_blocks
 
 GIB = 2**30
 CARD = GPUS["RTX 4090"]
-# Operations of the layers and of attention, and bytes of activations. A step takes about 1.4 s.
+# Floating-point operations of the layers and of attention, and bytes of activations that the tape
+# keeps. A step on CARD takes about 1.4 s.
 WORK = work_without_blocks(layers=60e12, attention=15e12, kept=4e9)
 GROUPS = families.find("digits").groups
 
@@ -36,7 +37,7 @@ def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
     """
 
     def estimate(config: TrainConfig) -> Estimate:
-        activations_gib = {"none": 4, "selective": 3}.get(config.checkpointing, 2)
+        activations_gib = {"none": 4, "selective": 3}.get(config.checkpointing, 2)  # 2: "full"
         on_host = states if config.states_on_host else 0
         items = [
             # `Estimate.peak` adds `RUNTIME_BYTES`.
@@ -81,9 +82,9 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
     # recomputing the forward pass.
     recomputed = replace(WORK, recomputed=1.0)
     assert 4 * GIB / 25e9 + seconds(WORK, CARD) < seconds(recomputed, CARD)
-    both = plan(2 * GIB, 9)
-    assert both.config.optimizer_states == "host"
-    assert both.config.gradient_checkpointing == "selective"
+    found = plan(2 * GIB, 9)
+    assert found.config.optimizer_states == "host"
+    assert found.config.gradient_checkpointing == "selective"
 
 
 def test_a_given_place_of_the_states_is_kept() -> None:

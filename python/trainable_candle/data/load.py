@@ -52,8 +52,9 @@ def load_dataset(
     too_small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
-        # What to do about a folder without images, which may have folders of images inside. Folders
-        # with kohya's names set `repeats`, so they are no advice for a source that has `repeats`.
+        # If the folder has no images, the error suggests reading the folders inside it. A recursive
+        # source has read them already. The hint about kohya's names, which set `repeats`, is only
+        # for a source without `repeats`.
         hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
         if source.recursive:
             hint = ""
@@ -61,7 +62,8 @@ def load_dataset(
         if folder.problems and not options.skip_bad:
             raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
         folders.append(folder)
-        weight = source.loss_weight * (options.prior_loss_weight if source.regularization else 1)
+        prior_weight = options.prior_loss_weight if source.regularization else 1
+        loss_weight = source.loss_weight * prior_weight
         trigger = _trigger(source, captions)
         items = []  # those of this folder that are not too small
         for image in folder.images:
@@ -70,7 +72,7 @@ def load_dataset(
                 too_small.append(f"{image.path}: {image.width}x{image.height}")
             else:
                 # `_balance` sets the repeats below.
-                items.append(Item(image, fit, trigger, weight, repeats=1.0, mask=mask))
+                items.append(Item(image, fit, trigger, loss_weight, repeats=1.0, mask=mask))
         found_mask = any(item.has_mask for item in items)
         if source.mask not in {None, "off"} and items and not found_mask:
             reason = none_found(mask, items[0].image.path)
@@ -117,6 +119,7 @@ def _balance(by_folder: list[list[Item]], sources: Sequence[Source]) -> None:
     )
     for index, source in enumerate(sources):
         repeats = source.repeats or 1.0
+        # If `to_repeat` is 0, this folder has no usable images.
         if source.regularization and source.repeats is None and to_repeat:
             repeats = to_learn / to_repeat
         by_folder[index] = [replace(item, repeats=repeats) for item in by_folder[index]]

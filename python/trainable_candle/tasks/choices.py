@@ -53,7 +53,8 @@ def ladders(
 
     There is a list for each combination of the states' memory, the checkpointing policy and the
     base's format. From item to item of a list, more weights are streamed; the first streams none.
-    Each choice has a value for all of these settings; the caller uses those of the open ones.
+    Each choice has values for five settings, open or not; the caller uses only those of the open
+    settings.
 
     Args:
         config: the settings.

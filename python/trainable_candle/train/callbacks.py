@@ -110,7 +110,7 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that calls `report`, without the bar on the screen meanwhile.
+        """Return a function that passes a line to `report` while the bar is off the screen.
 
         If the bar is shown, the function clears it before the call and redraws it afterwards.
         """

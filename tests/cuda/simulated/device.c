@@ -18,6 +18,7 @@ static int devices(void) { return (int)setting("SIMULATED_CUDA_DEVICES", 1); }
 
 int simulated_capability(int device) {
     const char *text = getenv("SIMULATED_CUDA_CAPABILITY");
+    // Go to entry `device` of the comma-separated list, or to the last entry if the list is shorter.
     for (const char *next; text && device-- && (next = strchr(text, ','));) text = next + 1;
     int major = 9, minor = 0;
     if (text) sscanf(text, "%d.%d", &major, &minor);
@@ -28,11 +29,11 @@ size_t simulated_total_memory(void) { return (size_t)setting("SIMULATED_CUDA_MEM
 
 int simulated_peers(void) {
     const char *text = getenv("SIMULATED_CUDA_PEERS");
-    return !text || !strcmp(text, "nvlink") ? 2 : !strcmp(text, "bus");
+    return !text || !strcmp(text, "nvlink") ? 2 : !strcmp(text, "bus"); // 2: NVLink, 1: bus, 0: none
 }
 
 void simulated_log(const char *format, ...) {
-    static int file = -2;
+    static int file = -2; // -2: not opened yet; -1: there is no log, or writing to it failed
     if (file == -2) {
         const char *path = getenv("SIMULATED_CUDA_LOG");
         file = path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644) : -1;
