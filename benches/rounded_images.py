@@ -83,7 +83,7 @@ class HeldOut:
             weights = tc.load_file(merged / UNET)
             losses = {}
             for grid in (None, *GRIDS):
-                # From `adapter`, `rounded` takes factors that the run has learned for scales. The runs
+                # From `adapter`, `rounded` takes factors that the run learned for scales. The runs
                 # here learn none.
                 tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
                 self._family.use_model(merged)
