@@ -51,7 +51,7 @@ BIG_G = {
     "projection_dim": 1280,
 }
 # Floating-point operations of the autoencoder's convolutions and attention at 1024 x 1024 px.
-ENCODER, DECODER = 4.85e12, 10.5e12
+ENCODER_FLOPS, DECODER_FLOPS = 4.85e12, 10.5e12
 
 
 def pixels(batch: int, width: int, height: int) -> npt.NDArray[np.uint8]:
@@ -87,6 +87,7 @@ def report(title: str, seconds: float, device: str, *, flops: float = 0) -> None
 def case(
     title: str, call: Callable[[], object], machine: Machine, *, profile: bool, flops: float = 0
 ) -> None:
+    """Measure and report a case; `flops` are the operations of one call."""
     gpu_timing.fresh(machine.device)
     seconds = gpu_timing.timed(call, machine.device, machine.seconds)
     report(title, seconds, machine.device, flops=flops)
@@ -102,7 +103,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             if only not in title:
                 continue
             rgb = pixels(batch, width, height)
-            # `ENCODER` is for one image of 1024 x 1024 px.
+            # `ENCODER_FLOPS` is for one image of 1024 x 1024 px.
             times_the_area = batch * width * height / 1024**2
             shown = profile and batch == 1
             case(
@@ -110,14 +111,14 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
                 partial(encoded, vae, rgb, device),
                 machine,
                 profile=shown,
-                flops=times_the_area * ENCODER,
+                flops=times_the_area * ENCODER_FLOPS,
             )
             to_host = gpu_timing.timed(partial(on_host, vae, rgb, device), device, machine.seconds)
             print(f"  with the copy to the host {to_host * 1e3 / batch:.1f} ms an image")
     title = "decode 1024 x 1024"
     if only in title:
         latent = tc.randn((1, 4, 128, 128), device=device)
-        case(title, lambda: vae.decode(latent), machine, profile=profile, flops=DECODER)
+        case(title, lambda: vae.decode(latent), machine, profile=profile, flops=DECODER_FLOPS)
 
 
 def errors(machine: Machine, vae: Any) -> None:
@@ -155,11 +156,11 @@ def errors(machine: Machine, vae: Any) -> None:
             torch.backends.cudnn.allow_tf32 = True
     exact = results.pop("f64")
     for name, found in results.items():
-        encode, decode = (
+        latent_error, image_error = (
             float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
             for x, y in zip(found, exact, strict=True)
         )
-        print(f"error of {name}: latents {encode:.1e}, image {decode:.1e}", flush=True)
+        print(f"error of {name}: latents {latent_error:.1e}, image {image_error:.1e}", flush=True)
 
 
 def optional(name: str) -> Any | None:

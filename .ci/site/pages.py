@@ -69,13 +69,11 @@ def on_post_build(config: MkDocsConfig) -> None:
     for path in reference.pages():
         html = (Path(config.site_dir) / path).with_suffix(".html").read_text()
         # The page of a module is named after it, and that of the package itself `trainable_candle`.
-        module = Path(path).name.removesuffix(".md")
-        # For the package itself, `names` takes "", and `replace` removes the second
-        # `trainable_candle.` of the full name.
-        for name in reference.names(module.removeprefix("trainable_candle")):
-            full = f"trainable_candle.{module}.{name}".replace(
-                "trainable_candle.trainable_candle", "trainable_candle"
-            )
+        page_name = Path(path).name.removesuffix(".md")
+        # `reference` calls the package itself "".
+        module = "" if page_name == "trainable_candle" else page_name
+        for name in reference.names(module):
+            full = ".".join(filter(None, ("trainable_candle", module, name)))
             # The id is the full name, or the name alone if it is a module with a page of its own.
             if f'id="{full}"' not in html and f'id="{name}"' not in html:
                 missing.append(full)

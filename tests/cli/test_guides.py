@@ -58,7 +58,7 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
                 output = arguments[arguments.index("--output") + 1]
                 shutil.rmtree(tmp_path / output, ignore_errors=True)
         if "--prompt" in arguments:
-            # The command draws images; these are sampling steps.
+            # The command draws images: its --steps are sampling steps.
             set_flag(arguments, "--steps", "2")
             if "--size" in arguments:
                 set_flag(arguments, "--size", "128x96")

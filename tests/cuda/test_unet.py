@@ -1,9 +1,10 @@
 """The kernels and products of a training step of the small SDXL on the simulated device.
 
-The fixture `cuda` runs a code snippet and returns the log of its CUDA calls. Before a snippet it
-defines `tc`, the library, and `mark`, which writes a line to the log. `run.after(mark)` has the
-calls from a mark to the next one: `launches` are the names of kernels, "product" is a product by
-cuBLAS, "refused" a call with wrong arguments.
+The fixture `cuda` runs a code snippet and returns a `Run` with the log of its CUDA calls. Before
+a snippet it defines `tc`, the library, and `mark`, which writes a line to the log. Of a `Run`,
+`after(mark)` has only the calls from a mark to the next one, `launches` are the names of the
+launched kernels, and `of(kind)` has the calls of a kind: "product" is a product by cuBLAS,
+"refused" a call that returned an error.
 """
 
 from collections import Counter

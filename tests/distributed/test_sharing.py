@@ -1,4 +1,4 @@
-"""Processes divide the filling of caches and the validation: one process computes each item.
+"""Processes divide the filling of caches and the validation: no item is computed by two of them.
 
 Here, a thread stands for each process.
 """
@@ -40,6 +40,7 @@ DISK = CacheOptions("disk")
 
 def together(size: int, work: Callable[[Group], Result]) -> list[Result]:
     """Run `work` on `size` ranks; return its results in the order of the ranks."""
+    # The path of a Unix socket must be short; those of pytest's folders may be too long.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Result:
@@ -132,6 +133,7 @@ def test_processes_receive_entries_that_they_cannot_read(
     assert sorted(encoder.seen) == list(range(11))
     assert [report for report, _ in found] == ["0 found, 11 made"] * size
     assert all(sorted(values) == list(range(11)) for _, values in found)
+    # Ranks 0 and 1 have files of the same names; with "memory", neither has a file.
     files = [sorted(path.name for path in (tmp_path / str(rank)).rglob("*.*")) for rank in range(2)]
     assert files[0] == files[1]
 

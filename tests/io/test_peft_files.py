@@ -64,7 +64,7 @@ def test_peft_formulas_give_the_merged_weights_of_every_layer(
     tensors = tc.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any(key.endswith("alpha") for key in tensors)
     for key, tensor in tensors.items():
-        # If names of several layers begin the key, the longest is the key's layer.
+        # Several layers' names may be prefixes of the key: the longest is the key's layer.
         layer = max(
             (name for name in config["target_modules"] if key.startswith(f"{PREFIX}{name}.")),
             key=len,

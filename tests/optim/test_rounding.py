@@ -96,8 +96,8 @@ def test_steps_are_those_of_the_formula(kind: str) -> None:
                 a = a + F32(1 - beta) * (gradient - a)
                 b = b * F32(beta2) + F32(1 - beta2) * gradient * gradient
                 c = np.maximum(c, b)
-                root = np.sqrt(c) / F32(np.sqrt(1 - beta2**step)) + F32(1e-8)
-                p = p - F32(lr / (1 - beta**step)) * a / root
+                denominator = np.sqrt(c) / F32(np.sqrt(1 - beta2**step)) + F32(1e-8)
+                p = p - F32(lr / (1 - beta**step)) * a / denominator
             else:
                 a = gradient if step == 1 else F32(beta) * a + gradient
                 p = p - F32(lr) * a
@@ -178,7 +178,7 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
 def test_settings_that_exclude_stochastic_rounding_are_reported(
     settings: dict[str, Any], expected: str
 ) -> None:
-    # Without the other settings, there is no error.
+    # With the defaults of `settings`, there is no error.
     assert TrainConfig(stochastic_rounding=True).stochastic_rounding
     with pytest.raises(ConfigError, match=expected):
         TrainConfig(stochastic_rounding=True, **settings)

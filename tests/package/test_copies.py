@@ -25,6 +25,6 @@ def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=expected):
                 duplicate(value)
-        # The advice to load a state dict works.
+        # The advice to load a state dict works: the method that it names accepts one.
         if "state_dict" in advice:
             value.load_state_dict(value.state_dict())

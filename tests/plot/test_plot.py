@@ -13,7 +13,7 @@ from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
 
 
 def test_grid_puts_images_row_by_row() -> None:
-    # Three images with two rows of three pixels, with the values 0, 1 and 2.
+    # Three images of two rows of three pixels; all pixels of image N have the value N.
     images = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
     grid = np.asarray(image_grid(images, columns=2, gap=1))
     white = 255

@@ -1,4 +1,4 @@
-"""Make folders of published models without their weights, and a data set of one image."""
+"""Write folders with the configurations of published models, and a data set of one image."""
 
 from __future__ import annotations
 

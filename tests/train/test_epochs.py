@@ -48,7 +48,7 @@ def test_actions_are_due_every_nth_step_or_by_a_function() -> None:
 
 def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> None:
     images = len(list(Path(config.dataset).glob("*.png")))
-    per_epoch = -(-images // 4)
+    most_steps_per_epoch = -(-images // 4)  # rounded up
     by_epochs = config.with_(
         # Restore the defaults of the settings that count steps.
         steps=TrainConfig.steps,
@@ -76,9 +76,10 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
     )
     assert run.adapter_path == run.output / "digit.safetensors"
     assert run.adapter_path.is_file()
-    # Row n has the values of step n + 1.
+    # Row n has the values of step n + 1. Compare a step after the first epoch.
     rows = read_json_log(run.output / JSON_LOG)
-    assert rows[per_epoch]["epoch"] == pytest.approx(epochs.at(per_epoch + 1), abs=1e-4)
+    found = rows[most_steps_per_epoch]["epoch"]
+    assert found == pytest.approx(epochs.at(most_steps_per_epoch + 1), abs=1e-4)
     assert all(row["per_second"] > 0 for row in rows if "loss" in row)
     log = "\n".join(lines)
     assert f"training: {run.step} steps of 4 images" in log

@@ -13,7 +13,7 @@ FOLDER: Final = "masks"
 """The name of a folder of masks beside the images."""
 SUFFIX: Final = "-masklabel"
 """The end of the name, before `.png`, of a mask beside its image."""
-_SAME_SHAPE: Final = 0.02
+_RATIO_TOLERANCE: Final = 0.02
 """The greatest accepted relative difference between the aspect ratios of an image and its mask.
 Small differences come from rounding the mask's width and height to whole pixels."""
 
@@ -58,11 +58,11 @@ def mask_problem(mask: Path, image: Facts) -> str | None:
     Raises:
         DatasetError: the mask cannot be decoded.
     """
-    facts = probe(mask)
-    ratio = facts.width * image.height / (facts.height * image.width)
-    if abs(ratio - 1) <= _SAME_SHAPE:
+    mask_facts = probe(mask)
+    ratio = mask_facts.width * image.height / (mask_facts.height * image.width)
+    if abs(ratio - 1) <= _RATIO_TOLERANCE:
         return None
     return (
-        f"{mask}: is {facts.width}x{facts.height} pixels, expected the aspect ratio of its image, "
-        f"{image.width}x{image.height}"
+        f"{mask}: is {mask_facts.width}x{mask_facts.height} pixels, expected the aspect ratio of "
+        f"its image, {image.width}x{image.height}"
     )

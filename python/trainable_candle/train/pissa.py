@@ -91,12 +91,13 @@ class PissaStart:
             NonFiniteError: a weight has a non-finite value.
         """
         parameters = self._trained.named_parameters()
-        for name, down in parameters.items():
+        for name, factor in parameters.items():
             layer = name.removesuffix(_DOWN)
             if layer == name:
                 # This is a factor B, which is set together with its factor A.
                 continue
-            up, rank = parameters[layer + _UP], down.shape[0]
+            down, up = factor, parameters[layer + _UP]
+            rank = down.shape[0]
             principal = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
             # The layer multiplies B A by the scale. So the product of the factors is the principal
             # part divided by the scale: each factor is divided by the scale's square root.
@@ -157,6 +158,7 @@ class PissaStart:
         """Return A0 or B0, from the second half of `written`, a factor of the LoRA for files."""
         axis = _axis(name)
         rank = written.shape[axis] // 2
+        # The second half of B is -B0: a second change of sign gives B0.
         return _signed(name, written.detach().narrow(axis, rank, rank))
 
     def _set(self, start: Mapping[str, Tensor]) -> None:

@@ -90,10 +90,12 @@ def test_a_run_with_a_training_adapter_equals_one_on_a_model_into_which_it_is_me
     found, expected, plain = (np.array(losses(r.output), float) for r in (run, on_merged, without))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert np.abs(found - plain).min() > 1e-3
-    saved, merged = (tc.load_file(r.adapter_path) for r in (run, on_merged))
-    assert saved.keys() == merged.keys()
+    saved, expected_saved = (tc.load_file(r.adapter_path) for r in (run, on_merged))
+    assert saved.keys() == expected_saved.keys()
     for key, tensor in saved.items():
-        np.testing.assert_allclose(tensor.numpy(), merged[key].numpy(), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            tensor.numpy(), expected_saved[key].numpy(), rtol=1e-5, atol=1e-7
+        )
         assert 4 in tensor.shape  # the rank of the new adapter, not the training adapter's 3
 
 

@@ -193,7 +193,7 @@ class LatentModel(ABC):
         """
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """Return, for each text encoder that can be trained, what `layers` returns; by part."""
+        """Return what `layers` returns, for each text encoder that can be trained, by its part."""
         return {}
 
     @abstractmethod
@@ -420,8 +420,8 @@ class LatentModel(ABC):
             to: "nf4", "fp8" or "int8".
 
         Raises:
-            ConfigError: the family cannot be quantized, `to` needs weights in a folder and they are
-                in one file, or `output` is not what `save_quantized` requires for `to`.
+            ConfigError: the family cannot be quantized; or `to` needs weights in a folder, and they
+                are in one file; or `output` is not what `save_quantized` requires for `to`.
         """
 
     @abstractmethod

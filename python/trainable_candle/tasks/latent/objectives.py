@@ -220,7 +220,7 @@ class FlowObjective:
             # s**2 * min(SNR, gamma), without a division by s, which may be 0.
             return ((1 - s) ** 2).minimum(s * s * self._gamma)
         if self._weighting == "sigma_sqrt":
-            # No model was trained at levels below 1 / FLOW_TIMES: there, the weight is constant.
+            # diffusers' script has no levels below 1 / FLOW_TIMES: there, this weight is constant.
             return 1 / s.maximum(1 / FLOW_TIMES) ** 2
         if self._weighting == "cosmap":
             return 2 / math.pi / (1 - 2 * s + 2 * s * s)
