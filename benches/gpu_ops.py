@@ -140,7 +140,7 @@ def torch_geglu(torch: Any, x: Any) -> Any:
 
 
 def norms() -> list[Case]:
-    """Norms and GEGLU, which also reads its input in both passes, in the sizes of SDXL."""
+    """Norms, and GEGLU, which reads its input in both passes as norms do, in the sizes of SDXL."""
     # Traffic: the input in both passes, the result, and the gradients of result and input. A result
     # of GEGLU has half the size of its input.
     result = []

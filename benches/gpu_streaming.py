@@ -44,6 +44,7 @@ def run(base: str | None, blocks: int, seconds: float, *, modulation: bool) -> N
     # 16 tokens of text, and 16 of an image: latents of 8 x 8 make 4 x 4 tokens.
     few_tokens = inputs_of(replace(case, tokens=16), DEVICE, latent=8)
 
+    # `model` is a default because `del model` below makes ruff reject a use from the outer scope.
     def forward(model: Any = model) -> tc.Tensor:
         with tc.no_grad():
             return model(*few_tokens)

@@ -138,7 +138,8 @@ def train(
         rows = torch.where(draw < CAPTION_DROPOUT, len(table[0]) - 1, rows)
         has_features = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            # Encode all captions of the table rather than those of the samples: they are fewer.
+            # Encode all captions of the table rather than one caption for each sample: the table
+            # has fewer captions than a step has samples.
             hidden, pooled = encode_texts(networks, table)
             conditions = {
                 "text_embeds": pooled[rows] * has_features[:, None],

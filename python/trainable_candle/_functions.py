@@ -271,8 +271,8 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:
-        labels = "".join(terms)
-        output = "".join(sorted(label for label in set(labels) if labels.count(label) == 1))
+        joined = "".join(terms)
+        output = "".join(sorted(label for label in set(joined) if joined.count(label) == 1))
     _check_einsum(equation, terms, output, operands)
     labels, result = terms[0], operands[0]
     # `following` is the index in `terms` after the one of `term`.

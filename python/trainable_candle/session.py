@@ -260,7 +260,7 @@ class Session:
             validation = self.validation
             path = best_path(output, self._config.stem)
             # A run that resumed into another folder has no best adapter there unless the loss has
-            # improved since.
+            # improved after it resumed.
             file_of_best = str(path) if path.exists() else "in the folder of the earlier run"
             found = f"step {validation.best_step}, loss {validation.best_loss:.4f}"
             report(f"best: {file_of_best} ({found})")

@@ -74,6 +74,7 @@ def test_tag_dropout_spares_kept_tags_and_keeps_the_order() -> None:
 
 def test_captions_are_split_at_the_given_separator() -> None:
     maker = CaptionMaker(CaptionOptions(shuffle=True, separator="|", variants=4), 0)
+    # The shuffled tags are joined by the separator and a space.
     assert {frozenset(c.split("| ")) for c in maker.possible("a, b |c| d", "", IMAGE_SEED)} == {
         frozenset({"a, b", "c", "d"})
     }

@@ -410,7 +410,7 @@ def test_entries_beyond_the_memory_limits_are_read_from_disk_each_time(
             np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
     for path in entries:
         path.unlink()
-    # Two entries are in memory; the other two are read from disk each time.
+    # The entries of the first two batches are in memory; the others are read from disk each time.
     for batch in batches[:2]:
         cache.batch(batch)
     for batch in batches[2:]:

@@ -76,7 +76,7 @@ def test_vllm_reads_the_change_of_each_weight(
     weights = GOLDEN / model
     expected = make_adapter(weights, tmp_path / "adapter", **config)
     output = exported(weights, tmp_path / "adapter", tmp_path / "out")
-    # vLLM accepts only certain maximal ranks; 8 is one that is at least r, 3.
+    # vLLM accepts only certain maximal ranks. 8 is one of them, and above the adapter's rank, 3.
     found = read(output, max_rank=8).loras
     assert found.keys() == expected.keys()
     for name, layer in found.items():

@@ -22,7 +22,7 @@ from trainable_candle.models import (
 GOLDEN = Path(__file__).parents[1] / "golden"
 IDS = ("img_ids", "txt_ids")
 # The class of each family's transformer, and its inputs besides latents, text and time.
-KINDS: dict[str, tuple[type[Model], tuple[str, ...]]] = {
+FAMILIES: dict[str, tuple[type[Model], tuple[str, ...]]] = {
     "flux": (FluxTransformer, ("pooled_projections", *IDS, "guidance")),
     "sd3": (SD3Transformer, ("pooled_projections",)),
     "chroma": (ChromaTransformer, (*IDS, "lengths")),
@@ -67,10 +67,10 @@ def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_path: Path) -> None:
     folder = GOLDEN / family / "transformer"
-    transformer, inputs = KINDS[family]
+    transformer, inputs = FAMILIES[family]
     model = transformer.from_pretrained(folder, dtype="f32")
     original = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(original, {"transformer": model})
@@ -105,8 +105,8 @@ def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_
             np.testing.assert_allclose(from_gguf, from_values, rtol=1e-4, atol=1e-6)
 
 
-# Changes of the golden configurations that make the rows of all blocks multiples of 256 elements,
-# of which a block of the K-quants consists. Both models are 256 wide.
+# Changes of the golden configurations that make the row length of every matrix in the transformer
+# blocks a multiple of 256: a K-quant stores 256 elements together. Both models are 256 wide.
 WIDE: dict[str, dict[str, Any]] = {
     "flux": {
         "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56], "joint_attention_dim": 256,
@@ -154,7 +154,7 @@ def write_k_quants(gguf: Any, original: Path, path: Path) -> int:
 @pytest.mark.parametrize("family", WIDE)
 def test_k_quants_have_the_values_that_gguf_reads(family: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    transformer, inputs = KINDS[family]
+    transformer, inputs = FAMILIES[family]
     golden = json.loads((GOLDEN / family / "transformer" / "config.json").read_text())
     # The configuration is not in the folder of `original`: from a configuration beside a file of
     # safetensors without `PREFIX`, the loader concludes that the file has the names of diffusers.
@@ -171,6 +171,7 @@ def test_k_quants_have_the_values_that_gguf_reads(family: str, tmp_path: Path) -
         )
         for tensor in gguf.GGUFReader(path).tensors
     }
+    # From here on, the original checkpoint has the values that `gguf` reads.
     tc.save_file(values, original)
     found = transformer.from_pretrained(path, dtype="f32", config=config)
     plain = transformer.from_pretrained(original, dtype="f32", config=config)

@@ -42,11 +42,11 @@ def test_arguments_reach_the_optimizer() -> None:
     found = values_after_steps(TrainConfig(**settings, optimizer_args=["betas=0.5,0.7", "eps=0.1"]))
     v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
     # A weight decay of 0.01 is the default of the settings.
-    expected = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
+    adamw = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
     for _ in range(3):
-        expected.zero_grad()
+        adamw.zero_grad()
         (v * v * v).sum().backward()
-        expected.step()
+        adamw.step()
     assert found == v.tolist()
     assert found != values_after_steps(TrainConfig(**settings))
     # One string of the list may have several arguments.
@@ -66,14 +66,14 @@ def test_arguments_reach_the_schedule() -> None:
         learning_rate=0.1, lr_scheduler="polynomial", lr_scheduler_args=texts, steps=10
     )
     optimizer = optimizer_of(config)
-    schedule = make_scheduler(config, optimizer)
-    schedule.set_step(5)
+    make_scheduler(config, optimizer).set_step(5)
     expected = tc.optim.lr_scheduler.polynomial(
         optimizer_of(config), total_steps=10, lr_end=0.05, power=2
     )
     expected.set_step(5)
-    # After half of the steps, the learning rate is no longer the initial 0.1.
-    assert optimizer.group_lrs == expected.get_last_lr() != [0.1]
+    assert optimizer.group_lrs == expected.get_last_lr()
+    # After half of the steps, the learning rate is no longer the initial one.
+    assert optimizer.group_lrs != [0.1]
 
 
 # By default, the optimizer is adamw8bit and the schedule is constant.

@@ -42,7 +42,7 @@ class Entries:
     """Entries in memory, in files, or both.
 
     Args:
-        options: where to keep entries.
+        options: where to keep entries (`options.kind`: on disk, in memory, or nowhere).
         kind: what is encoded, `latents` or `text`.
         identity: everything that entries depend on besides their keys.
         folder: the folder of all kinds and identities; needed if `options.kind` is `disk`.

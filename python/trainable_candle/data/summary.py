@@ -48,7 +48,7 @@ def describe(
         lines.append(f"left out: {counted(len(problems), 'image')} that cannot be used")
         lines += [f"  {line}" for line in first_lines(problems)]
     for folder in folders:
-        # The other kinds of files, by their suffixes.
+        # `others` has the suffixes of files that are not read, each with the number of files.
         if folder.others:
             kinds = ", ".join(f"{count} {kind}" for kind, count in folder.others)
             lines.append(f"not read in {folder.path}: {kinds}")

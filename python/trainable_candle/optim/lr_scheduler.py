@@ -2,8 +2,8 @@
 
 The functions `constant`, `cosine`, `linear` and `polynomial` return an `LRScheduler` with a
 warm-up, by the formulas of the package transformers.
-All classes except `LRScheduler` and `ChainableScheduler`, the base of most of them, have torch's
-names and formulas.
+`ChainableScheduler` is the base of most other classes. All classes except this base and
+`LRScheduler` have torch's names and formulas.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)

@@ -83,11 +83,12 @@ def _check_size(
         config: the settings.
         has_alpha: whether the file has tensors `alpha`.
     """
+    # The rank is that of all adapters. If their scales differ, the message has one of them.
     rank, file_scale = next(iter(sizes))
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
     same_scale = not has_alpha or all(
-        abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes
+        abs(found - scale) <= _SAME_SCALE * scale for _, found in sizes
     )
     if rank == config.rank and same_scale:
         return

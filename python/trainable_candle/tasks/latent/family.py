@@ -29,7 +29,7 @@ class LatentFamily(LatentModel):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
-        """Return default values by the names of settings, for settings without one in `config`."""
+        """Return default values by the names of settings, for use where `config` has None."""
         return {"learning_rate": 1e-4}
 
     def task(self) -> LatentTask:

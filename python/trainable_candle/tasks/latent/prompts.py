@@ -149,6 +149,7 @@ def infotext(
     """
     options = prompt.options
     lines = [prompt.text]
+    # A guidance of 1 turns guidance off, and with it the negative prompt.
     if options.negative_prompt and used.guidance != 1:
         lines.append(f"Negative prompt: {options.negative_prompt}")
     facts = {

@@ -71,6 +71,8 @@ class TextTask:
 
         Where one text of a packed row ends and the next begins differs between batches of equal
         shapes. This does not change the operations, because only the device reads these bounds.
+        With pairs of answers the result is False: an input has one row for each pair, so its shape
+        can differ between batches with equally many tokens.
         """
         return self.family.repeats and self._kind.token_count_fixes_shapes
 
@@ -107,7 +109,7 @@ class TextTask:
         config = self.family.config
         train, validation = self._load(config.dataset)
         if config.validation_dataset:
-            # Validate on the texts on which a run with this data set would train.
+            # Of the validation data set, use the texts on which a run on that set would train.
             with naming_validation():
                 validation, _ = self._load(config.validation_dataset)
         elif config.validation_split:
@@ -131,7 +133,10 @@ class TextTask:
         return PreparedPreferences if self._trains_on_pairs else PreparedTexts
 
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
-        """Return the texts to train on and, if a folder has files for it, to validate on."""
+        """Return the texts of a data set: those to train on, and those in files for validation.
+
+        The second are None unless the data set is a folder with files for both purposes.
+        """
         config = self.family.config
         options = TextOptions(
             self.sequence_length,
