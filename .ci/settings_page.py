@@ -80,8 +80,8 @@ def value(hint: Any, setting: Setting) -> str:
     # 2**63 is the bound of every whole number that has no other.
     if setting.below is not None and setting.below < 2**63:
         limits.append(f"below {setting.below:g}")
-    # Words that stand for numbers.
-    words = [code(word) for word in setting.words]
+    # Words that users write in place of these numbers.
+    words = [f"{code(word)} (same as {number})" for word, number in setting.words.items()]
     return ", ".join([" ".join([type_names[kind], *limits]), *words])
 
 
@@ -99,7 +99,10 @@ def arguments(arguments_flag: str, chosen_by: str, kinds: dict[str, Any]) -> str
 
 
 def with_defaults(kind: Any, of_run: dict[str, Any]) -> Iterator[str]:
-    """Yield `name=default` of an optimizer's or a schedule's arguments; `of_run` has precedence."""
+    """Yield `name=default` of an optimizer's or a schedule's arguments.
+
+    `of_run` has the values that a run gives by itself, which replace the signature's defaults.
+    """
     for name, parameter in signature(kind).parameters.items():
         if name not in ELSEWHERE and parameter.default is not Parameter.empty:
             default = of_run.get(name, parameter.default)
