@@ -85,7 +85,7 @@ class VarMethods:
     def uniform_(
         self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Set every element to a random number, uniform in [a, b), or to `a` if they are equal.
+        """Set every element to a random number, uniform in [a, b); to `a` if `b` equals `a`.
 
         Raises:
             ArgumentError: If `b` is less than `a`.
@@ -98,7 +98,7 @@ class VarMethods:
 
 
 def _set(variable: object, value: Tensor) -> Var:
-    """Set and return a variable; if both are floating point, convert the value to its dtype."""
+    """Set and return a variable; a floating-point value gets a floating-point variable's dtype."""
     var = cast("Var", variable)
     are_floats = var.dtype in _FLOATS and value.dtype in _FLOATS
     var.set(value.to(var.dtype) if are_floats else value)

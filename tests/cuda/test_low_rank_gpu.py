@@ -68,7 +68,8 @@ def test_gradients_of_factors_of_many_layers_are_near_those_of_numpy(dtype: Any)
 
     tolerance = 1.6e-2 if dtype == "bf16" else 2e-3
     for layer, (x, grad, down, up) in enumerate(zip(xs, grads, downs, ups, strict=True)):
-        products = 3 if layer == REPEATED else 2  # that were added since `zero_grad`
+        # The number of products that were added to each gradient since `zero_grad`.
+        products = 3 if layer == REPEATED else 2
         hidden = wide(x) @ rounded(down).T
         assert up.grad is not None
         assert down.grad is not None

@@ -18,7 +18,8 @@ import trainable_candle as tc
 from trainable_candle.models import CausalLM, CLIPTextModel, T5Encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# The width of the text features that most golden transformers read. (`widen` changes FLUX.2's.)
+# The width of the text features that golden transformers read. The pipeline of FLUX.2 has a copy
+# of its golden transformer that `widen` has changed to another width.
 TEXT_WIDTH = 40
 # The size of the usual vocabulary of T5.
 T5_TOKENS = 32_128

@@ -260,7 +260,7 @@ def test_the_files_give_the_trained_model_on_the_original_weights(
 def test_both_files_of_the_best_adapter_give_one_model_and_the_last_file_another(
     language: TrainConfig, tmp_path: Path
 ) -> None:
-    # The validation text ends otherwise than the training texts, so its loss soon rises.
+    # The answer is unlike those of the training texts, so the validation loss soon rises.
     other = {"prompt": "say 1", "completion": "QXZJ"}
     (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
     settings = {"steps": 60, "save_every": 60, "validate_every": 5, "early_stop": 2}
@@ -412,8 +412,10 @@ def test_the_estimate_counts_the_initial_factors() -> None:
     count = sum(var.numel() for var in family.task().attach().named_parameters().values())
     found = family.estimate(config, tokens=64).phases["training"]
     (extra,) = [item.bytes for item in found if item.what == "start of the adapter"]
-    # In sizes of the trained adapter: 4 for the adapter for files, whose rank is doubled, so that
-    # its values take 2 and its gradients another 2; 1 for the frozen start; 2 for the trained
-    # adapter joined with the start.
+    # In sizes of the trained adapter:
+    # - 4 for the adapter that is saved to files. It has twice the rank, so its values take 2 and
+    #   its gradients another 2.
+    # - 1 for the frozen start.
+    # - 2 for the trained adapter joined with the start.
     # A value in f32 has 4 bytes.
     assert extra == 4 * count * (4 + 1 + 2)

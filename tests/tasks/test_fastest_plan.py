@@ -1,4 +1,4 @@
-"""A plan is the fastest choice that fits, and `--batch-size auto` the largest that is worth it."""
+"""A plan is the fastest choice that fits; `--batch-size auto` is the largest worthwhile batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
@@ -28,9 +28,12 @@ def choices(estimate: Estimate) -> Iterator[dict[str, Any]]:
     work = estimate.work
     assert work is not None
     half = work.checkpointed // 2
+    # `gradient_checkpointing` and `checkpoint_blocks`.
     policies = [("none", None), ("selective", None), ("full", None), ("offload", half)]
     modulation = True if work.has_modulation else None
+    # `stream_modulation` and `stream_blocks`.
     streams = [(None, None), *product([modulation], (work.blocks // 2, work.blocks))]
+    # `base_precision` and `optimizer_states`.
     places = [*product(ROUNDED, ["device"]), (SAME, "host")]
     for policy, stream, (base, states) in product(policies, streams, places):
         yield {
@@ -44,7 +47,7 @@ def choices(estimate: Estimate) -> Iterator[dict[str, Any]]:
 
 
 def cost(plan: Plan, limits: Budget, choice: Mapping[str, Any]) -> float:
-    """Return the predicted time of a step with what the document adds to it."""
+    """Return the predicted time of a step with what docs/memory.md adds to it."""
     factors = ROUNDED[choice["base_precision"]] * ON_HOST[choice["optimizer_states"]]
     return step_seconds(plan, limits) * factors
 
@@ -89,7 +92,7 @@ def test_no_combination_that_fits_is_faster(tmp_path: Path, model: str, gib: int
 
 
 # A batch takes a constant time and a time for each sample. Here, the time of a sample is a given
-# multiple of the constant time.
+# multiple of the constant time. Traffic and copies are so fast that they take no time.
 LINEAR = Rates(products=1e12, memory=1e30, link=1e30)
 
 
@@ -118,9 +121,10 @@ def constant_seconds() -> float:
     [
         # Memory holds 20 samples, but batch sizes are powers of two.
         (20, 0.0, 1000, None, 16),
-        # From `n` to `2 n` samples, the time of a sample falls from `1/n + r` to `1/(2n) + r`, a
-        # part of `1 / (2 + 2 n r)`. This is 3 % for `n r = 15.7`; for less than 3 %, the batch
-        # stays at `n`.
+        # In units of the constant time, a batch of `n` samples takes `1 + n r`, where `r` is
+        # `ratio`. From `n` to `2 n` samples, the time of a sample falls from `1/n + r` to
+        # `1/(2n) + r`, that is, by the fraction `1 / (2 + 2 n r)`. This is 3 % for `n r = 15.7`;
+        # for less than 3 %, the batch stays at `n`.
         (1000, 1.0, 1000, None, 16),
         (1000, 4.0, 1000, None, 4),
         (1000, 20.0, 1000, None, 1),

@@ -72,10 +72,11 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy_by_default():
     class OldConsumer:
-        """Gives numpy a tensor, and passes `options`, not numpy's arguments, to its `__dlpack__`.
+        """Gives numpy a tensor.
 
-        Without `options`, the tensor sees a consumer of DLPack before 1.0, which passes no
-        `max_version`, and which cannot know that memory is read-only.
+        Passes `options`, not numpy's arguments, to the tensor's `__dlpack__`. Without `options`,
+        the tensor sees a consumer of DLPack before 1.0, which passes no `max_version`, and which
+        cannot know that memory is read-only.
         """
 
         def __init__(self, tensor, **options):

@@ -144,6 +144,7 @@ def test_f16_with_a_loss_scaler_trains(
         "precision": "f16",
         "lr_scheduler": "constant",
     }
+    # The warm-up of `config` is longer than one step, which is an error.
     after_1 = train(config.with_(**settings, steps=1, warmup_steps=0))
     after_12 = train(config.with_(**settings, output=str(tmp_path / "longer")))
     assert after_1.keys() == after_12.keys()

@@ -128,6 +128,7 @@ class _Group:
         self._repeats = repeats[items]
         # If items occur only in every n-th epoch, these phases put them into different epochs.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
+        # Two epochs, because the items of a batch may end one epoch and begin the next.
         self._items_in = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 

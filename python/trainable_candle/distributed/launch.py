@@ -66,6 +66,7 @@ def chosen_gpus(text: str) -> list[int]:
     count = int(answer)
     if text == "all":
         return list(range(count))
+    # With commas, the numbers are indices; a number alone says how many GPUs.
     numbers = [int(number) for number in text.split(",")]
     wanted = numbers if "," in text else list(range(numbers[0]))
     if max(wanted) >= count:

@@ -57,8 +57,8 @@ _LAUNCHERS: Final = (
     ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# The names of SLURM, which sets these variables for the batch script, too, although that is no
-# process of the job. `from_environment` reads them only if `SLURM_STEP_ID` is set: srun sets it.
+# The names of SLURM, which sets these variables for the batch script, too, although the script is
+# no process of the job. `from_environment` reads them only if `SLURM_STEP_ID` is set: srun sets it.
 _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -145,7 +145,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
         raise ConfigError(
             f"distributed: {names.rank} is {rank}, expected below {names.size}, {size}"
         )
-    # Without a number of processes per machine, take all processes to be on this one.
+    # Without a number of processes per machine, take all processes to be on this machine.
     local_size = int(env[names.local_size]) if env.get(names.local_size, "").isdigit() else size
     has_local_rank = names.local_rank in env
     local_rank = _number(env, names.local_rank, names) if has_local_rank else rank % local_size

@@ -66,15 +66,15 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
     """
     if kind not in FILE_TYPES:
         raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(FILE_TYPES)}")
-    names = shards(weights)
+    file_names = shards(weights)
     config = read_object(weights / CONFIG)
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts["general.file_type"] = FILE_TYPES[kind]
     facts["general.quantization_version"] = _QUANTIZATION_VERSION
     unmerged = dict(adapter.layers)
     entries = _rotary_divisors(config)
-    for name in names:
-        for key, tensor in tc.load_file(weights / name).items():
+    for file_name in file_names:
+        for key, tensor in tc.load_file(weights / file_name).items():
             name_in_model = key.removeprefix("model.")
             # llama.cpp computes the rotary frequencies itself, and uses the embedding as the head
             # if the file has no head.

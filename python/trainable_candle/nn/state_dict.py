@@ -34,7 +34,9 @@ class Slot(NamedTuple):
 def fitting(
     slots: Mapping[str, Slot], state: Mapping[str, Any], strict: bool
 ) -> tuple[LoadResult, list[tuple[Slot, Tensor]]]:
-    """Return the result of loading a state dict, and each slot's value on the tensor's device.
+    """Return the result of loading a state dict, and the slots whose names it has.
+
+    Each of these slots comes with its new value, on the device of the slot's tensor.
 
     Raises:
         ArgumentError, ShapeError, DTypeError, TypeError: see `Module.load_state_dict`.

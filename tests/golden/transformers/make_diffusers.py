@@ -35,7 +35,7 @@ from torch.nn.functional import mse_loss
 OUTPUT = Path(sys.argv[1])
 RANK, ALPHA, STEPS = 2, 4.0, 4
 # The seeds of models and of adapters. With this seed of adapters, errors in bf16 are at most about
-# half of what the tests allow. Chroma, with heads of 8, has the largest errors.
+# half of what the tests allow. Chroma, whose heads have 8 features, has the largest errors.
 SEED, ADAPTER_SEED = 20261122, 4
 SD3 = {
     "sample_size": 16, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 3,
@@ -401,7 +401,10 @@ def folded(shapes):
 
 
 def full_size():
-    """Write the names and shapes of the parameters of published models, which get no memory."""
+    """Write the names and shapes of the parameters of published models.
+
+    On the device "meta", the parameters take no memory.
+    """
     with torch.device("meta"):
         models = {
             "sd35_medium": SD3Transformer2DModel(**SD35_MEDIUM),
