@@ -86,7 +86,7 @@ class HeldOut:
                 # From `adapter`, `rounded` takes factors that the run learned for scales. The runs
                 # here learn none.
                 tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
-                self._family.use_model(merged)
+                self._family.use_parts(merged, {self._family.component})
                 losses[grid or "merged"] = self._images.validation_loss()
             return losses
 

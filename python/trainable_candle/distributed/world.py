@@ -32,7 +32,7 @@ JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
 JOIN_SECONDS: Final = 25.0
 """The default of `JOIN`; it can be short, because launchers start all processes at once."""
 
-_JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+_JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid")
 """Environment variables that may contain the name of the job; the first that is set counts."""
 
 
