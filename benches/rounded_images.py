@@ -5,7 +5,7 @@ python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 The small SDXL that ships with the package learns the hearts of the package's demo, with a LoRA of
 rank 16 on the linear layers of its blocks, which are the layers that inference servers quantize. It
 learns in several ways: over an f32 base ("plain"), over an nf4 base ("on nf4"), and with
-quantization-aware training for each format of `rounded_training.GRIDS` ("qat FORMAT"). The losses
+quantization-aware training for each format of `rounded_training.FORMATS` ("qat FORMAT"). The losses
 are measured on hearts of another seed, for three forms of the trained model: the base as in
 training with the adapter unmerged ("apart"), weights merged in f32 ("merged"), and these weights
 rounded to each format.
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rounded_training import GRIDS, report, rounded
+from rounded_training import FORMATS, report, rounded
 
 import trainable_candle as tc
 from trainable_candle import families
@@ -82,7 +82,7 @@ class HeldOut:
             task.save_merged(merged)
             weights = tc.load_file(merged / UNET)
             losses = {}
-            for grid in (None, *GRIDS):
+            for grid in (None, *FORMATS):
                 # From `adapter`, `rounded` takes factors that the run learned for scales. The runs
                 # here learn none.
                 tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
@@ -97,7 +97,7 @@ def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[
     hearts.write_dataset(dataset, seed)
     hearts.write_dataset(held_out_dataset, seed + HELD_OUT_SEED)
     cases: dict[str, dict[str, Any]] = {"plain": {}, "on nf4": {"base_precision": "nf4"}}
-    cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
+    cases |= {f"qat {grid}": {"qat": grid} for grid in FORMATS}
     held_out, losses = None, {}
     for name, more in cases.items():
         output = work / name
