@@ -129,7 +129,10 @@ class Previews(Group):
 
 @dataclass(frozen=True)
 class Denoising(Group):
-    """The number of sampling steps of a preview, a setting that the demo's family has, too."""
+    """The number of sampling steps of a preview.
+
+    It is not in `Drawing`, because the demo's family has this setting, but not those.
+    """
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (_needs_prompts("sample_steps"),)

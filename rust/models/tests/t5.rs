@@ -49,9 +49,9 @@ fn wrong_values_of_fields_are_reported() {
             r#"feed_forward_proj is "gated-silu", expected "gated-gelu" or "relu""#,
         ),
         ("num_heads", "0", "num_heads is 0, expected an integer from 1"),
-        // Half of the buckets are for keys after the query, the other half for the rest. In each half, the first half
-        // of the buckets have one distance each. That must be at least one bucket, so 4 is the least number. With the
-        // default 32 buckets, these are 8 of 16, for the distances 0 to 7; the maximum must exceed 8.
+        // Half of the buckets are for keys after the query, the other half for the rest. On each side, a quarter of all
+        // buckets have one distance each. This must be at least one bucket, so 4 is the least number. With the default
+        // 32 buckets it is 8 buckets, for the distances 0 to 7, so the largest distance must exceed 8.
         ("relative_attention_num_buckets", "3", "relative_attention_num_buckets is 3, expected 4 or more"),
         ("relative_attention_max_distance", "8", "relative_attention_max_distance is 8, expected more than 8"),
     ] {

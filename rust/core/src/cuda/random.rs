@@ -48,8 +48,9 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
 }
 
 /// Draws with a kernel. `arguments` makes the kernel's arguments from the result, the result's number of elements, and
-/// the two values by which the kernel finds its seed and position: an address, which is null outside a CUDA graph, and
-/// a state (see [`generator`]).
+/// the two values by which the kernel finds its seed and position: in a CUDA graph, the address of the generator's
+/// state in device memory, and a state whose position is relative to that one; otherwise a null address, and `start`
+/// (see [`generator`]).
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,
@@ -66,7 +67,7 @@ fn draw<A: Arguments>(
         let function = gpu.function(kernel, &[])?;
         // Each thread draws four numbers.
         let shape = Shape::threads(op, count.div_ceil(4))?;
-        // The address, and the state that goes with it, which replaces `start`.
+        // In a CUDA graph, the returned state is relative to the one at the address.
         let (address, start) = generator(start);
         let arguments = arguments(output(op, &y)?, count as u64, address, start);
         // SAFETY: the result has `count` elements.

@@ -26,8 +26,8 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
                         Domain::Normal => ((u - 0.5) * 4.0 * 64.0).round() / 64.0,
                         Domain::Positive => 0.5 + (u * 1.5 * 64.0).round() / 64.0,
                         Domain::Distinct => {
-                            // The multiples of 0.5 come in a mixed order, each once unless 7 divides n + 4. Values of
-                            // different inputs differ by the last term.
+                            // Multiples of 0.5 in a mixed order. If 7 divides n + 4, they repeat; otherwise none
+                            // comes twice. The last term keeps values of different inputs apart.
                             let multiple = (i * 7 + 3 * index) % (n + 4);
                             let magnitude = multiple as f64 * 0.5 + 0.25 + index as f64 * 0.125;
                             if i % 2 == 0 { magnitude } else { -magnitude }

@@ -121,9 +121,10 @@ pub(super) fn deduce(
     })
 }
 
-/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. For a Qwen3, the tensors determine
-/// all sizes: the norm of the queries has the width of a head. The other fields are the same for all published models
-/// (0.6B to 32B). `None` if the tensors are not those of a Qwen3, or if the sizes do not fit one another.
+/// `known`, the configuration of a Qwen3, with its sizes replaced by those of another Qwen3's tensors. For a Qwen3, the
+/// tensors determine all sizes: the norm of the queries has the width of a head. The other fields are the same for all
+/// published models (0.6B to 32B). `None` if the tensors are not those of a Qwen3, or if the sizes do not fit one
+/// another.
 fn resized<'a>(
     known: &CausalLMConfig,
     layers: usize,

@@ -180,8 +180,8 @@ mod tests {
         for (index, rounding) in roundings.iter().enumerate() {
             for earlier in &roundings[..index] {
                 let same = rounding.iter().zip(earlier).filter(|(a, b)| a == b).count();
-                // If fractions of a unit are uniform, independent roundings agree for two thirds of the elements on
-                // average. The range is this mean and 4.5 standard deviations on both sides.
+                // If the distances from the lower neighbour are uniform, independent roundings agree for two thirds of
+                // the elements on average. The range is this mean and 4.5 standard deviations on both sides.
                 assert!((600..735).contains(&same), "{index}: {same}");
             }
         }

@@ -78,10 +78,10 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));
     }
-    // A result of two dimensions, (matrices, rows), is not a matrix if it is the product of a batch of matrices and a
-    // vector. Then `batch` has the batch dimension; or the batch dimension was merged with `m`, so that `m` = matrices
-    // times rows differs from the first dimension. (With one row per matrix, `m` equals it, but then the result is a
-    // matrix of one column.)
+    // A range of columns needs a result (m, n). The product of a batch of matrices and a vector also has two dimensions,
+    // but they are (matrices, rows). The plan then has the batch dimension in `batch`, or has merged it with m, which
+    // is then matrices * rows and not the first dimension. (With one row per matrix, m is the first dimension; that
+    // result is a matrix of one column, and passes rightly.)
     let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
     let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {

@@ -38,7 +38,7 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// With a mask that needs a gradient, the function computes the plain form: it saves the matrix of all scores, scores
 /// are in the dtype of the operands, and a query whose scores are all -∞ gets NaN.
 ///
-/// Without such a mask, it saves q, k, v, the mask, the result and one number per query. If the heads of a query are
+/// Otherwise it saves q, k, v, the mask if there is one, the result and one number per query. If the heads of a query are
 /// adjacent in the memory of `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the
 /// heads needs no copy.
 ///
@@ -203,7 +203,7 @@ fn backward_into(attention: &cpu::Attention, saved: &cpu::SavedValues, grad: &Ra
 }
 
 /// Whether [`backward_into`] still computes the right gradients if `places` are the inputs themselves, or views of them.
-#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only CUDA kernels can fail to"))]
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only the CUDA form reads them"))]
 fn may_overwrite_inputs(
     attention: &cpu::Attention,
     saved: &cpu::SavedValues,

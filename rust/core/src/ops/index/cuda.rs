@@ -14,9 +14,9 @@ use crate::cuda::launch::{Kernel, Mut, Shape, any_suffix, count32, empty, input,
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
-/// Sizes of a tensor x, treated as (outer, size, inner), where `size` is the dimension that is indexed, and of its ids.
-/// In the formulas below, o, an id and i are indices in these three dimensions, and j is an index along the ids; y and
-/// its gradient g are (outer, count, inner).
+/// Sizes of a tensor x and of its ids. x is treated as (outer, size, inner), where `size` is the dimension that is
+/// indexed. In the formulas below, o, an id and i are indices in these three dimensions, and j is an index along the
+/// ids; y and its gradient g are (outer, count, inner).
 struct Sizes {
     outer: usize,
     size: usize,
@@ -118,8 +118,8 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     if dx.elem_count() == 0 {
         return Ok(dx);
     }
-    // With fewer ids than `size` (or none), only the elements of `dx` that the ids name are written, so `dx` is set to
-    // 0 first.
+    // With fewer ids than `size`, the scatter kernel runs (with none, no kernel). It writes only the elements of `dx`
+    // that the ids name, so `dx` is set to 0 first.
     let scatters = ids.elem_count() < size;
     if scatters {
         fill(&dx, 0.0)?;
