@@ -174,6 +174,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     }
 
 // First stage of the gradients of weight and bias. x and grad are (samples · rows, len) here: `rows` is the number of rows of one sample.
+// Only modulated layer norm, which uses the kernels of layer norm here, has several samples.
 // The rows of each sample are divided into pieces. For each piece, the kernel writes Σ g·x̂ and Σ g over the piece's rows to `partials`,
 // which is (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 · WIDE)), pieces, samples), no dynamic
 // shared memory. The caller chooses up to 65535 pieces, for instance clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.

@@ -84,7 +84,7 @@ fn fresh_layers_are_trainable_and_start_within_torchs_bound() {
         [("conv.weight", vec![6, 3, 2, 2]), ("conv.bias", vec![6])]
     );
     assert_eq!(model.named_tensors()[0].1.dims(), [6, 2, 3, 2]);
-    // An output channel has 2 input channels per group, and a kernel of 3 x 2 elements for each of them.
+    // An output channel reads the 2 input channels of its group, each with a kernel of 3 x 2 elements.
     let bound = 1.0 / f32::sqrt(2.0 * 6.0);
     assert!(vars.iter().all(|(_, v)| values(v).iter().all(|x| x.abs() <= bound)));
     model.0.forward(&random(&[1, 5, 4, 4])).unwrap().sum_all().unwrap().backward().unwrap();

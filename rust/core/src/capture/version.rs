@@ -38,7 +38,7 @@ impl Repeat for Arc<Version> {
 /// The version of a variable from which a value was derived, such as a copy in another dtype or an optimizer's f32
 /// values. If a captured function updates the derived value, every replay updates the value and this version, too.
 /// [`Var::is_followed_by`](crate::Var::is_followed_by) compares this version with the variable's;
-/// [`Var::set_followed_by`](crate::Var::set_followed_by) makes both equal. Clones share the version.
+/// [`Var::set_followed_by`](crate::Var::set_followed_by) sets this version to the variable's. Clones share the version.
 #[derive(Clone, Debug, Default)]
 pub struct Follower(Arc<AtomicU64>);
 
@@ -96,8 +96,8 @@ mod tests {
         current.follow(&version);
         let effects = run.finish();
         assert_eq!((version.get(), current.version(), outdated.version()), (2, 2, 0));
-        // What follows a replay: both changes of the variable together count as one. The update of `outdated` is not
-        // repeated, because the variable changed after it.
+        // `run_after_replay` does what follows a replay. The two changes of the variable together count as one. The
+        // update of `outdated` is not repeated, because the variable changed after it.
         effects.run_after_replay();
         assert_eq!((version.get(), current.version(), outdated.version()), (3, 3, 0));
     }

@@ -129,8 +129,9 @@ impl Captured {
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
-                // The launch below needs this work, as each replay does: for example, copies of new values of variables
-                // to an optimizer's master values. It is not a part of the graph.
+                // The function may have registered work that is not a part of the graph but must run before each
+                // launch, also before the one below: for example, copies of new values of variables to an optimizer's
+                // master values.
                 effects.run_before_replay()?;
                 // `settle_gradients` gives gradients fixed storage, and notes which of them have values. The recording
                 // changes these marks; if it fails, `restore_gradients` sets them back.

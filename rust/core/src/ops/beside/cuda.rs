@@ -21,7 +21,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
         // `wide` is the number of elements in 16 bytes, about as many as each thread computes.
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
-        // The kernels of both activations have the same parameters.
+        // The kernels for SwiGLU have the same parameters as those for GELU.
         let arguments = GeluTanhBesideForward {
             before: optional_input(op, before.as_ref())?,
             x: input(op, &columns.of(&x)?)?,
@@ -64,7 +64,7 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
         return Ok(());
     }
     let function = gpu.named(op, "_backward", suffix(op, x.dtype())?)?;
-    // The kernels of both activations have the same parameters.
+    // The kernels for SwiGLU have the same parameters as those for GELU.
     let arguments = GeluTanhBesideBackward {
         x: input(op, &columns.of(x)?)?,
         grad: input(op, grad)?,

@@ -25,7 +25,8 @@ impl Backward for SelectBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         let zero = compute::zeros(&[], grad.dtype(), grad.device())?;
-        // `a` gets the gradient where the mask is not 0, `b` gets it elsewhere; the rest of both is 0.
+        // The operand `a` gets the gradient where the mask is not 0, and 0 elsewhere; the operand `b` the reverse.
+        // Below, `[a, b]` are not these operands: they are what the mask selects from to give one operand's gradient.
         for (index, [a, b]) in [[&grad, &zero], [&zero, &grad]].into_iter().enumerate() {
             if context.needs(index) {
                 let broadcast_grad = select_raw(&self.mask, a, b, grad.dims())?;

@@ -114,8 +114,8 @@ impl Stream<'_> {
         (!are_trainable).then_some(Tokens { x, norms, angles })
     }
 
-    /// q, k and v, each (B, heads, S, width of a head). q and k are normalised and rotated, if the stream has norms and
-    /// angles.
+    /// q, k and v, each (B, heads, S, width of a head). q and k are normalised if the stream has norms, and rotated if
+    /// it has angles.
     fn qkv(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
         // Parts 0, 1 and 2 are q, k and v.
         let part = |index: usize| {

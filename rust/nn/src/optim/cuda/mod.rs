@@ -368,7 +368,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Invalidates the device state: no later step can use it, not even a captured step.
+    /// Makes captured steps stale, so that no replay uses this device state any more. The caller then drops it.
     ///
     /// # Errors
     /// [`Error::Device`] within a captured function.
@@ -420,7 +420,7 @@ impl OnDevice {
     }
 
     /// Queues the kernels of a step: each kernel for all launches, before the next kernel. With `zero`, the last kernel
-    /// also zeroes the gradients.
+    /// also zeroes the gradients. Elementwise updates ([`LaunchTable::Pieces`]) have only the last kernel.
     fn launch<R: Rule>(
         &self,
         kernels: &Kernels<R::Config>,
