@@ -1,7 +1,7 @@
-// Gated linear units (kernels/gated.cu), h times an activation of the gate, of x + s hidden upᵀ. A row of x (rows, 2 width) has two
-// halves: h, then the gate. Each half has its own low-rank product hidden upᵀ (include/low_rank.cuh) and its own scale s. The products are
-// computed in registers: to add them to x in memory, a kernel would have to read and write x once more, and with thousands of rows these
-// accesses would take most of the time.
+// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. A row of x (rows, 2 width) has two halves: h, then the gate; the unit is h
+// times an activation of the gate. Each half has its own low-rank product hidden upᵀ (include/low_rank.cuh) and its own scale s. The
+// products are computed in registers: to add them to x in memory, a kernel would have to read and write x once more, and with thousands of
+// rows these accesses would take most of the time.
 //
 // y and its gradient grad are (rows, width); dx, the gradient of x + s hidden upᵀ, has the shape of x. For each half, the rows of hidden
 // (rows, RANK) are `hidden_row` elements apart, and those of up (width, RANK) `up_row` elements; hidden is null for a half without a

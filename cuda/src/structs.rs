@@ -167,8 +167,8 @@ structs! {
 
     /// Declared in include/optim.cuh: the hyper-parameters of a parameter group, and `step`, the number of steps that the group has taken.
     /// `lr` is the learning rate; `beta1` and `beta2` are the decay rates of the moments, or momentum and dampening for SGD; `eps` is added
-    /// to the square root of the second moment; `maximize` and `nesterov` are 1 or 0; `seed` is the seed of stochastic rounding; `more` has
-    /// the further values of an optimizer, in the order in which its kernels read them.
+    /// to the square root of the second moment, or for CAME to squared gradients; `maximize` and `nesterov` are 1 or 0; `seed` is the seed
+    /// of stochastic rounding; `more` has the further values of an optimizer, in the order in which its kernels read them.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, seed: u64, maximize: u32,

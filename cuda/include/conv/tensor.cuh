@@ -1,12 +1,12 @@
 // Forward pass of a 2-D convolution and gradient of its input, on the tensor cores of compute capability 8.0 and newer. Both compute
 // sums of the same form (geometry.cuh):
 //   result[pixel, n] = sum over kernel taps and source channels c of source[the pixel that the tap meets, c] * the weight for (tap, c, n)
-// For the gradient of the input, the source is the gradient of the output. With a stride, that gradient has a sum for each phase: for the
-// pixels whose coordinates have the same remainders modulo the strides.
+// For the gradient of the input, the source is the gradient of the output. With a stride, the gradient of the input has such a sum for
+// each phase, that is, for the pixels whose coordinates have the same remainders modulo the strides.
 //
-// A block computes a tile of ROWS pixels and COUNT channels n. It takes the summed values (tap, c) in steps of STEP = 64: for each step it
-// copies a tile of the source (left operand) and one of the weight (right operand) to a stage, which is a buffer in shared memory, and
-// multiplies the two. copy.cuh describes the tiles; VEC is the number of values that one copy moves.
+// A block computes a tile of ROWS pixels and COUNT channels n. It takes the summed values, one for each pair (tap, c), in steps of
+// STEP = 64: for each step it copies a tile of the source (left operand) and one of the weight (right operand) to a stage, which is a
+// buffer in shared memory, and multiplies the two. copy.cuh describes the tiles; VEC is the number of values that one copy moves.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,8 @@
 #include "store.cuh"
 
 // The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
-// no bias. If `partials` is not null, the sums go there in f32 instead of `result`, with `sums_bias` (the bias in f32) added instead of
-// `bias` and `addend`. A null bias is not added.
+// no bias. If `partials` is not null, the sums go there in f32 instead of `result`, with `sums_bias` added instead of `bias` and `addend`.
+// `sums_bias` is the bias in f32, or null if the sums are split, because each block would add it to its part. A null bias is not added.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;

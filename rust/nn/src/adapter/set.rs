@@ -15,7 +15,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// The name, after the layer's, of learned factors on scales (quantization-aware training); variables hold logarithms.
+/// The last part of `LAYER.qat_scales`, the name of the variable with the logarithms of learned factors on scales.
 const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
@@ -405,7 +405,7 @@ impl AdapterSet {
             // A rank of 0 means that the adapter has no rank.
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Either the file or this set has parameters that the other lacks. The caller returns this error.
+                // Either the file or this set has parameters that the other lacks. The caller (`load`) reports them.
                 continue;
             }
             // Files store f32, so equal scales may differ a little.

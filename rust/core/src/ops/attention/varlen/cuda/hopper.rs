@@ -135,7 +135,7 @@ impl Pass<'_> {
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
         // `plan` divides the work among the blocks; the first kernel computes it. It has, for one query head, the
         // number of steps that precede each tile of keys, then the number of all steps (`key_tiles` + 1 numbers in
-        // all). After these it has the first item of each block. An item is a tile of keys of a head. `turns` says
+        // all). After these it has the first item of each block. An item is a tile of keys of a key head. `turns` says
         // which block adds next to a tile of `sums`, the gradients of the queries; the first kernel sets it to zero.
         // `statistics` has two numbers for each query. A block may share its first and its last item with other blocks.
         // So `parts` has two parts for each block, each with the gradients of an item's keys, then of its values.
