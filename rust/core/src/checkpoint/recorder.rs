@@ -32,8 +32,8 @@ pub(super) struct Recording {
     pub(super) saved: usize,
     /// The number of the last operation that saved a value, 0 if none has; a recomputation ends with this operation.
     pub(super) last_saved: usize,
-    /// The values that the operation `last_saved` has saved. Of this operation, only these results are kept: a
-    /// recomputation ends there, so it does not read the other results.
+    /// The values that the operation `last_saved` has saved. Of this operation's results, only those among these values
+    /// are kept: a recomputation ends there, so it does not read the other results.
     pub(super) saved_by_last: Vec<TensorId>,
     /// The results of expensive operations that [`Policy::Selective`](super::Policy::Selective) keeps for the later
     /// run, each with the number of the operation that computed them.

@@ -200,9 +200,9 @@ fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32
 }
 
 /// The scale s and the minimum t of part number `part`. The twelve bytes `scales` contain these two numbers of all
-/// eight parts, six bits each. The low six bits of bytes 0 to 7 are s, then t, of parts 0 to 3. Bytes 8 to 11 have the
-/// low four bits of s and t of parts 4 to 7; their two high bits are the two high bits of bytes 0 to 3 (s) and 4 to 7
-/// (t).
+/// eight parts, six bits each. The low six bits of bytes 0 to 3 are s of parts 0 to 3, those of bytes 4 to 7 their t.
+/// Bytes 8 to 11 have the low four bits of s and t of parts 4 to 7; the two high bits of these numbers are the two high
+/// bits of bytes 0 to 3 (s) and 4 to 7 (t).
 fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     let pair = if part < 4 {
         [scales[part] & 63, scales[part + 4] & 63]

@@ -64,8 +64,9 @@ impl FusedBlock {
         saved.block(inputs, joins_previous, |saved| {
             // The layer norm in `modulated` keeps its input.
             saved.keep(inputs);
-            // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, below
-            // that of the `SwiGLU`). The pairs are the number of values in this input and the number of tokens.
+            // `cheap_linear`: selective checkpointing recomputes the layer's input (here the result of the norm, for
+            // `to_out` the tensor `both` of `forward`). The pairs are the number of values in this input and the number
+            // of tokens.
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inputs, tokens));
             // Counts the operations of attention; each token has a query and a key.
             saved.attention(tokens, tokens, self.sizes.dim());

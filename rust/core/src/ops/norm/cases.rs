@@ -1,7 +1,7 @@
 //! Test cases of norms. A case has a label, the shapes of its inputs `x`, and the call. The inputs are the tensor to
 //! normalise, then the scale and the shift, if any; operands that a case makes with `frozen` are not among the inputs.
-//! Images and sequences have their features last. Finite differences test every case; cases with frozen or empty
-//! operands have no plain form to compare with besides.
+//! Images and sequences have their features last. Finite differences test every case; a case with a plain form is also
+//! compared with it. Cases with frozen or empty operands have none.
 
 // `frozen(dims, like)` makes an input that needs no gradient. Of `like` it takes only dtype and device.
 use super::plain::{self, frozen};

@@ -1,8 +1,8 @@
 //! The CUDA form of W8A8: linear layers that multiply 8-bit codes, those of the weight and those to which the input or
 //! the gradient is rounded. Kernels of `kernels/codes.cu` and `kernels/geglu_codes.cu` round matrices to codes. On
 //! compute capability 9.0, one call then computes the sums of products and scales them: the kernel of `hopper` for
-//! int8, and for e4m3 if its tiles fill the GPU; otherwise cuBLASLt (`scaled`). On other GPUs, cuBLASLt computes the
-//! sums, and a kernel of `kernels/codes.cu` scales them.
+//! int8, and for e4m3 if its tiles fill the GPU; otherwise cuBLASLt (`scaled`). On other GPUs, and for f32 results,
+//! cuBLASLt computes the sums, and a kernel of `kernels/codes.cu` scales them.
 //!
 //! A weight that was joined from several matrices has several parts: ranges of rows that were quantized together.
 
