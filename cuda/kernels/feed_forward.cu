@@ -78,9 +78,9 @@ template <typename T> struct Warp {
                 float found[2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    // load_up gives product p every fourth of the 32 columns, from p on, and the thread gets two sums of each product: for
-                    // columns 8 t + p and 8 t + p + 4. So column j = 2 i + k of the thread's eight is in product j % 4, as sum j / 4 of the
-                    // row.
+                    // load_up gives product p every fourth of the 32 columns, from p on. Of each product, the thread gets two sums for each
+                    // of its two rows: those of columns 8 t + p and 8 t + p + 4. So column j = 2 i + k of the thread's eight is in product
+                    // j % 4, as sum j / 4 of the row.
                     const int product = 2 * (i % 2) + k, at = 2 * half + i / 2;
                     const auto value = [&](int matrix) {
                         const uint32_t word = values[matrix].word(half, i);

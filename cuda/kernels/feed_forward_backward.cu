@@ -273,8 +273,8 @@ template <typename T> struct Block : BackwardArguments<T> {
         for (int matrix = 0; matrix < MATRICES; matrix++) {
             uint32_t found[4];
             load_transposed(found, ranks(index, matrix) + ranks_offset(lane % 16, lane / 16));
-            // The matrices found are ranks 0 to 7 of rows 0 to 7 and of rows 8 to 15, then ranks 8 to 15 of both. In a left operand, here
-            // with the ranks as its rows, matrix 1 is below matrix 0: ranks 8 to 15 of rows 0 to 7.
+            // `found` has ranks 0 to 7 of rows 0 to 7 and of rows 8 to 15, then ranks 8 to 15 of the same rows. In a left operand, here
+            // with the ranks as its rows, left[1] is below left[0]: it has ranks 8 to 15 of rows 0 to 7.
             const uint32_t left[4] = {found[0], found[2], found[1], found[3]};
 #pragma unroll
             for (int i = 0; i < 4; i++)

@@ -4,7 +4,7 @@
 // position (r / repeats) % positions: `repeats` consecutive rows, such as the heads of a token, have the same position. If `interleaved`
 // is 1, pair i of a row consists of the elements 2i and 2i + 1, otherwise of the elements i and i + width / 2.
 // If `back` is 1, the kernel rotates by the negative angles. This is the backward pass: the caller passes the gradient of the forward
-// pass's y as x, and gets the gradient of its x in y.
+// pass's y as x, and gets the gradient of the forward pass's x in y.
 // Launch: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. WIDE is the number
 // of elements in 16 bytes: each of the 256 threads rotates WIDE pairs. Any grid gives the same results.
 

@@ -78,8 +78,10 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.lock()));
     }
 
-    /// Checks that the function being recorded, if there is one, has not changed the value so far. Work that depends on
-    /// the value and then advances it begins with this check, because a recorded function may do such work only once.
+    /// Checks that the function being recorded, if there is one, has not changed the value so far. Some work depends on
+    /// a copy of the value that a function given to [`before_replay`](super::before_replay) writes, and then advances
+    /// the value. Such work begins with this check: the copy is written once for each replay, so a recorded function
+    /// may do the work only once.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows

@@ -29,7 +29,8 @@ pub(super) enum Bytes {
     /// For a ring on a GPU: in host memory, from which the GPU copies. The memory is pinned if the system gives enough
     /// pinned memory.
     HostMemory(HostMemory),
-    /// For any ring: in slices, at this place. Each process of the machine has one slice, in host memory or on its GPU.
+    /// For any ring: in slices, at this place. Each process of the machine has one slice: in memory that processes
+    /// share if the ring is on the CPU, otherwise on its GPU.
     Sliced(Arc<Shards>, Place),
 }
 

@@ -175,7 +175,7 @@ impl Codebook {
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
         Self {
             #[cfg(target_arch = "x86_64")]
-            // The number of a magnitude is its code minus the code of zero.
+            // `Lines` gives each magnitude a number: its code minus the code of zero.
             lines: Lines::new(signed, |number| border(&values, zero as usize + number)),
             #[cfg(target_arch = "x86_64")]
             planes: std::array::from_fn(|byte| values.map(|value| value.to_bits().to_le_bytes()[byte])),
