@@ -17,8 +17,9 @@ template <int M> struct RunningSoftmax {
     // For each query row, the sum of the weights 2^(score * scale - base) over the keys whose scores this thread has.
     float sum[M][2];
 
-    // `lowest` is the initial base, below all scaled scores. If all keys of a call of `weigh` may be hidden from a row, `lowest`
-    // must be finite: all scores of the row are then negative infinity, and their difference from an infinite base would be NaN.
+    // `lowest` is the initial base, below all scaled scores. If all keys of the first call of `weigh` may be hidden from a row, as with
+    // spans, `lowest` must be finite: all scores of the row are then negative infinity, and their difference from an infinite base would
+    // be NaN. Without spans, the first call has a key that the row sees, so the base is finite in later calls.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -180,7 +181,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
             end_copies();
             float scores[M][KEYS / 8][4];
-            queries.begin_iteration(); // loads the queries into registers if `Rows` is `HeldRows`
+            queries.begin_iteration(); // if `Rows` is `HeldRows`, loads the queries again (warpgroup.cuh says why)
             begin_products();
             // The template arguments `KEYS, KEYS`: the keys to multiply, and the rows of the tile that they are in.
             multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + step % 2 * STAGE);

@@ -4,8 +4,8 @@
 // (out channels, pixels) and a right operand (pixels, taps * channels), whose columns are the pairs (tap, channel). The pixels can be
 // split among gridDim.z blocks.
 //
-// A step adds the products of STEP (64) pixels. In shared memory, a tile (SQUARE_BYTES) has a row for each of these pixels and 64 columns:
-// output channels (left) or pairs of tap and channel (right).
+// A step adds the products of STEP (64) pixels. In shared memory, a tile (SQUARE_BYTES) has a row for each of these pixels, and also STEP
+// columns: output channels (left) or pairs of tap and channel (right).
 #pragma once
 
 #include "store.cuh"
@@ -145,7 +145,7 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
             loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
         copies_commit();
         const uint32_t left = stages + stage * Loads::STAGE_BYTES;
-        // In both operands' tiles, the summed values (pixels) are the rows.
+        // In both operands' tiles, each row belongs to a pixel, and the sum is over the pixels.
         multiply_step<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS>(acc, left, left + Loads::LEFT_BYTES, row, column);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

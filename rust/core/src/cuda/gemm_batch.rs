@@ -38,7 +38,8 @@ struct Key {
     sizes: [i32; 3],
     /// Whether cuBLAS transposes its operand for a, and whether it transposes that for b.
     operations: [Operation; 2],
-    /// The distances between neighbouring columns of a and of b in elements; cuBLAS takes both as column-major.
+    /// The distances between neighbouring columns of cuBLAS' operand for a and of that for b, in elements. cuBLAS takes
+    /// both as column-major.
     distances: [i32; 2],
     /// The dtype of both operands, then that of the result.
     dtypes: [DType; 2],

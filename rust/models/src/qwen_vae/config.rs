@@ -25,7 +25,7 @@ pub struct QwenVaeConfig {
     /// The standard deviation (std) of each channel of the latents.
     pub latents_std: Vec<f64>,
     /// For each level of the encoder but the last, whether the level halves the number of frames of a video. This
-    /// library only copies the field from one `config.json` to another, because it codes single images.
+    /// library only copies the field from one `config.json` to another, because it encodes and decodes single images.
     temporal: Value,
 }
 

@@ -199,8 +199,8 @@ impl Phase<'_> {
         let panels = self.rows().div_ceil(self.shape.rows);
         let shared = SharedMut::new(&mut packed.spare_capacity_mut()[..len]);
         let panel_len = len / (self.stencil.groups * panels).max(1);
-        // To pack an element counts as much work as 16 multiply-adds.
-        // `grain` is the number of panels of a task.
+        // To pack an element counts as much work as 16 multiply-adds. `panel_len` is the length of a panel in all
+        // blocks together, and `grain` the number of panels of a task.
         let grain = (MIN_WORK / 16 / panel_len.max(1)).max(1);
         par_ranges(self.stencil.groups * panels, grain, |range| {
             for index in range {
@@ -251,7 +251,8 @@ impl Phase<'_> {
         // A task is a rectangle of one image, for one group. If that gives too few tasks, `splits` divides its panels.
         let tasks = rects.len() * batch * groups;
         let splits = splits(tasks, panels);
-        // `work` counts multiply-adds; `grain` is the number of tasks that a thread takes at a time.
+        // `work` counts multiply-adds as if the phase had all target positions. `grain` is the number of tasks that a
+        // thread takes at a time.
         let work = self.taps() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
         let task_work = work / (tasks * splits).max(1);
         let grain = (MIN_WORK / task_work.max(1)).max(1);
