@@ -142,9 +142,9 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// Writes a warp's sums for its `rows` keys or values from row `first` on to `grad`, or, if `partial` is not null, to part `part` of the
-// partial sums (parts, heads, keys, width), where `heads` is the number of heads of keys in the whole batch. `write_rows` overwrites
-// `tile`.
+// Writes a warp's sums, which are those of `rows` keys or values from row `first` on. They go to `grad` or, if `partial` is not null, to
+// part `part` of the partial sums (parts, heads, keys, width), where `heads` is the number of heads of keys in the whole batch.
+// `write_rows` overwrites `tile`.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -174,8 +174,8 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
 // One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans (packed
 // rows), over a range of the heads of queries that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES`
 // queries at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (keys and values), which are
-// in registers or in shared memory. `dk` and `dv` may be null and are then not written. If `dk_parts` or `dv_parts` is not null, it gets
-// partial sums in place of the gradient: `shape.parts` blocks share each tile.
+// in registers or in shared memory. Nothing is written for a gradient whose pointer (`dk` or `dv`) is null. Otherwise, if `dk_parts` or
+// `dv_parts` is not null, it gets partial sums, and `dk` or `dv` is not written: `shape.parts` blocks share each tile.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,

@@ -1,7 +1,7 @@
 //! The table of pipelines: one entry per family. `sizes` pairs tests of the denoiser's configuration with names that
 //! replace `base.architecture` if their test holds; `pixels` is the number of pixels of an image's side per unit of the
 //! denoiser's `sample_size`. A part's `sections` say where a checkpoint in one file may have the part: a prefix, then
-//! names of diffusers (`Naming::Own`), the authors (`Original`) or llama.cpp (`LLAMA_CPP`); `probe` is a key of every
+//! names of diffusers (`Naming::Own`), the authors (`Original`) or llama.cpp (in `LLAMA_CPP`); `probe` is a key of each
 //! such section. `fits` tells whether a `config.json` may belong to the part; `published` returns that of the published
 //! model. `kohya` and `comfyui` name the part in these tools' adapter files; `readers` lists the tools that load them.
 
@@ -88,7 +88,7 @@ const AUTOENCODER_SECTIONS: &[Section] = &[Section {
     probe: "decoder.mid.block_1.conv1.weight",
 }];
 
-/// Whether an autoencoder's `scaling_factor` is `factor`. The autoencoders of the families differ in this factor.
+/// Whether an autoencoder's `scaling_factor` is `factor`. This factor tells Flux.1's autoencoder from SD3's.
 fn has_scaling_factor(config: &Map<String, Value>, factor: f64) -> bool {
     config.get("scaling_factor").and_then(Value::as_f64) == Some(factor)
 }
@@ -472,14 +472,14 @@ static DIGITS: Pipeline = Pipeline {
     }],
 };
 
-/// Language models. Each is a pipeline of one model. Of the other tools, only peft loads their adapters.
+/// Language models. Each is a pipeline of one model. Of the other tools, only peft (`UNKNOWN`) loads their adapters.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",
     class_names: &[],
     base: None,
     sizes: &[],
-    pixels: 1, // not read, because `base` is None
+    pixels: 1, // not read, because there is no denoiser
     parts: &[Part {
         role: Role::LanguageModel,
         model: &causal_lm::KIND,
