@@ -45,7 +45,7 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     const S *row = x + task / chunks * n + start;
     R value = F::template neutral<R>();
     constexpr int N = WIDE<S>; // The number of elements in 16 bytes.
-    // The number of elements that are read 16 bytes at a time; the loop below it reads the others one by one.
+    // The number of elements that are read 16 bytes at a time. A second loop reads the others one by one.
     uint64_t done = 0;
     if (is_wide(row)) {
         done = length / N * N;

@@ -348,7 +348,7 @@ fn parts_of(
             }
             // A part without a folder of its own can only be at the path itself.
             Err(error) if name.is_empty() => return Err(error),
-            // Report a damaged folder instead of looking for another model in its place.
+            // The part is there but cannot be read. Report why, instead of reporting the part as missing.
             Err(error) if is_folder && is_there => return Err(error),
             Ok(_) | Err(_) => missing.push(name),
         }
@@ -449,8 +449,8 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdapterMemory {
-    /// Number of elements of the adapters' parameters. For each element, an f32 parameter, its gradient and its moving
-    /// average (if kept) take 4 bytes each; a bf16 parameter and its gradient take 2 bytes each.
+    /// Number of elements of the adapters' parameters. For each element, the parameter and its gradient take 4 bytes
+    /// each in f32, or 2 bytes each in bf16. Only f32 parameters can have a moving average, which takes 4 bytes.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,

@@ -6,7 +6,7 @@
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
 // long. So a block waits only briefly for its turn. Because blocks wait for each other, all blocks of a launch must run at the same
-// time. So a launch has at most one block for each multiprocessor, and two launches, which must not overlap, are in one stream.
+// time. So a launch has at most one block for each multiprocessor, and all launches are in one stream, so that no two of them overlap.
 #pragma once
 
 #include "copies.cuh"

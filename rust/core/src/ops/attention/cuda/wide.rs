@@ -23,8 +23,9 @@ const MOST_VALUES: usize = 1 << 30;
 impl Attention<'_> {
     /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
     /// every 64 columns of the result. `width` is that of queries and keys, `value_width` that of values and the
-    /// result. Both must be wide: narrow queries and keys make a score cheap, and narrow values repeat it seldom. False
-    /// without keys, and for masked and causal attention, which only the plain kernel supports at this width.
+    /// result. Both must be wide: with narrow queries and keys a score is cheap, and with narrow values the plain
+    /// kernel seldom repeats it. False without keys, and for masked and causal attention, which only the plain kernel
+    /// supports at this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         // `scores` is the shape of the scores, (..., queries, keys).
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
