@@ -170,8 +170,8 @@ pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().mark_cleared());
 }
 
-/// Give the variables whose gradients are in no buffer yet parts of common vectors, one vector per dtype and device,
-/// and move their gradients there. The storage of these gradients is then fixed, and a norm or a fill of a whole vector
+/// Allocate common vectors, one per dtype and device, for the variables whose gradients are not yet in a buffer, and
+/// move their gradients there. The storage of these gradients is then fixed, and a norm or a fill of a whole vector
 /// is one operation.
 ///
 /// # Errors

@@ -103,9 +103,9 @@ fn check_first_blocks(
         let kept = (saved_bytes() - start) as f64;
         drop(result);
         let name = model.class_name();
-        // The estimate must not rise if more blocks are recomputed, except if all are. It may rise then, because it is
-        // the sum of what the layers after the blocks keep and of what recomputed blocks keep. (The tape does not hold
-        // both at once: the backward pass frees the former before it recomputes blocks.)
+        // The estimate must not rise if more blocks are recomputed, except if all are. It may rise then, because only
+        // then does it add what the layers after the blocks keep to what recomputed blocks keep. (The tape does not
+        // hold both at once: the backward pass frees the former before it recomputes blocks.)
         let does_not_rise = estimated <= previous || count == all;
         assert!(
             does_not_rise,

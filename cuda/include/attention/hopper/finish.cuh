@@ -58,10 +58,10 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// Writes the statistics of tile `block`, counted over all batches and heads, of M queries: first log_sums / ln 2 of all M queries, then
-// delta of all M queries. Delta is the sum of o ∘ d_o over the columns. In rows beyond the last query, log_sums / ln 2 is infinity, so that
-// the attention weights are zero, and delta is zero. Also sets the tile's entry of `turns` to zero; the backward pass counts the additions
-// to the tile's dq there.
+// Writes the statistics of the M queries of tile `block`; `block` counts the tiles of all batches and heads. First come log_sums / ln 2 of
+// all M queries, then delta of all M queries. Delta is the sum of o ∘ d_o over the columns. In rows beyond the last query, log_sums / ln 2
+// is infinity, so that the attention weights are zero, and delta is zero. Also sets the tile's entry of `turns` to zero;
+// the backward pass counts the additions to the tile's dq there.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
                                                     uint32_t *turns, const Strides &o_strides, const Strides &do_strides,

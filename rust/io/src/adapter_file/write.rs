@@ -132,7 +132,7 @@ pub fn prepare_adapters(
             }
             let mut values = fused::join(to_join)?;
             // For most parts diffusers rejects the key of an alpha, and peft ignores it. In their formats the alphas
-            // are in peft's configuration, or every scale is 1.
+            // are in peft's configuration, which the header contains, or every scale is 1 (`folds`).
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 // The rank of a joined module may be the sum of its layers' ranks. The layers have one scale, so the
                 // module's alpha is this scale · the module's rank. Without a parameter of `RANKED`, the module has one
@@ -270,7 +270,8 @@ fn rescale(
         }
     }
     // The layers of a fused module (one module of several layers) get the scale of its first layer. This replaces none
-    // of the new scales above: diffusers' format has no fused modules, and in kohya's format all forms are plain here.
+    // of the new scales above: diffusers' format has no fused modules, and in kohya's format layers get a new scale
+    // above only if all forms are plain; then there are no fused modules.
     for members in modules.values().filter(|members| members.len() > 1) {
         for &(_, index) in members {
             new_scales[index] = Some(layers[members[0].1].settings.scale);

@@ -205,7 +205,7 @@ impl WeightFiles {
             }
             None => None,
         };
-        // bitsandbytes stores scales with the codes of its signed dynamic map.
+        // The codes of quantized scales must represent the values of bitsandbytes' signed dynamic map.
         let are_known = code_values == nf4_values()
             && nested
                 .as_ref()

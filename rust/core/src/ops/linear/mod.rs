@@ -95,8 +95,7 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     }
     let weight = weight.t()?;
     let Some(bias) = bias else { return compute::matmul(x, &weight) };
-    // The bias is written first, and the product is added to it. Adding the bias afterwards would take one more pass
-    // over y.
+    // First every row of `y` is set to the bias, then the product is added.
     let y = bias_rows(bias, x.dims()[0])?;
     let alpha = 1.0;
     compute::matmul_accumulate(&y, x, &weight, alpha)?;

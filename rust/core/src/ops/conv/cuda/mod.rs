@@ -412,8 +412,8 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         return Ok(dx);
     };
     let tiles = count_tiles(tile.rows, tile.columns);
-    // The number of terms of one sum of each phase, added up over the phases. A phase has about an equal share of them,
-    // because each kernel tap belongs to one phase.
+    // Each kernel tap belongs to one phase. So a sum in one phase has about `length` / (number of phases) terms, where
+    // `length` counts the terms of all kernel taps.
     let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
     let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
