@@ -86,7 +86,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             float acc[LEFT_TILES][HALF / 2] = {};
             // ACROSS_ROWS: the product sums over the rows of both tiles, which are pixels. `each_strip` calls its function with
             // each 16 rows (a strip) of a warp's sums, and with the strip's first row and first column in the block's tile.
-            // Each warpgroup has all rows of the tile: they begin at byte 0 of a stage, and at row 0 in `each_strip` below.
+            // The rows of the sums are output channels. Each warpgroup has all of the block's: they begin at byte 0 of a stage,
+            // and at row 0 in `each_strip` below.
             pipeline.template multiply_steps<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS, LEFT_TILES, HALF>(
                 acc, end - begin, 0, LEFT_BYTES + column / STEP * SQUARE_BYTES);
             // The output channel of a row of the block's tile, or -1 if there is none.

@@ -62,8 +62,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
-    // The 12 barriers, of 8 bytes each: two for the two tiles of each kind. FULL: the data has arrived (the copying thread arrives); EMPTY:
-    // the memory may be overwritten (each group arrives).
+    // The 12 barriers, of 8 bytes each: each of the two tiles of queries, of keys and of values has two. FULL: the data has arrived (the
+    // copying thread arrives); EMPTY: the memory may be overwritten (each group arrives).
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
     // Each group has two named barriers: one for its turns (the first of these is TURN), and one for the group alone (the first is ALONE).

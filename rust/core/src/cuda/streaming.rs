@@ -63,8 +63,9 @@ pub fn pinnable(device: &Device, wanted: usize) -> Result<usize> {
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a HostMemory),
-    /// A part of a shard. Each of several processes has one shard, which is memory on its device. The fields are all
-    /// shards, the number of the process that owns this shard, and the part's range of bytes in it.
+    /// A part of a shard. Each of several processes has one shard, which is memory on its device. The first field has
+    /// the shards of all processes; then come the number of the process that owns this shard, and the part's range of
+    /// bytes in it.
     Peer(&'a Shards, usize, Range<usize>),
 }
 

@@ -231,7 +231,7 @@ impl BackwardContext<'_> {
 
     /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`;
     /// `scales` has s₁ and s₂. The shape and the dtype of the gradient are as in [`add_product`](Self::add_product). If
-    /// the input already has a gradient, that gradient changes in place.
+    /// the input already has a gradient that can change in place, it changes in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,

@@ -96,7 +96,7 @@ fn wan_name(name: &str, layers_per_level: usize) -> Option<String> {
         "post_quant_conv" => return Some(format!("conv2.{rest}")),
         _ => {}
     }
-    // Resampling layers have the same names in both codes.
+    // Inside of resampling layers, both codes have the same names.
     let in_block = |rest: &str| replaced(rest, &RESIDUAL).unwrap_or_else(|| rest.to_owned());
     let key = if let Some(rest) = rest.strip_prefix("mid_block.resnets.") {
         let (index, rest) = rest.split_once('.')?;

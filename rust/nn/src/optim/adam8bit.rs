@@ -70,7 +70,7 @@ impl AdamW8bit {
     }
 }
 
-// The number is that of the hyper-parameters that bitsandbytes takes by position: lr, betas, eps, weight_decay.
+// bitsandbytes takes four hyper-parameters by position: lr, betas, eps, weight_decay.
 registered!(
     Adam8bitRule,
     "Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.",

@@ -229,10 +229,10 @@ impl Attention<'_> {
     }
 
     /// Whether [`backward_into`](Self::backward_into) may write the gradients of q, k and v over q, k and v. It may if
-    /// the kernels of this file run: a thread block loads a tile of keys and values before it writes the gradients of
-    /// this tile, no other block reads the tile, and the gradients of queries are written after the last query is read.
-    /// (If an item is split, several blocks read its tile; a later kernel writes the tile's gradients.) Other kernels
-    /// read keys and values that may have been replaced by then.
+    /// the kernels of this file run. They write the gradients of a tile of keys and values after the last read of the
+    /// tile: if its item is not split, only one thread block reads the tile, and then writes its gradients; if the item
+    /// is split, several blocks read the tile, and a later kernel writes its gradients. The gradients of queries are
+    /// written after the last query is read. Other kernels read keys and values that may have been replaced by then.
     pub fn may_overwrite_inputs(
         &self,
         SavedValues { inputs: [q, k, v], mask, result, .. }: &SavedValues,
@@ -275,8 +275,8 @@ impl Attention<'_> {
         // For each query, its log-sum and its sum of result · gradient.
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         // The gradients of the queries of each tile, which the blocks of the backward kernel add up one after another:
-        // `turns`, which the statistics kernel sets to zero, says whose turn it is. The block whose turn is
-        // first stores its sums, so `sums` needs no initial values.
+        // `turns`, which the statistics kernel sets to zero, says whose turn it is. In a tile's first turn,
+        // the block stores its sums instead of adding them, so `sums` needs no initial values.
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
