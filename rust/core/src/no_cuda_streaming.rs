@@ -1,6 +1,6 @@
-//! Stands in for `cuda/streaming.rs`, which copies streamed weights to a device while the device computes, in builds
-//! without CUDA. As in `no_cuda.rs`, types have no values, so their methods are never called. `crate::streaming` says
-//! what units and slots are; `cuda/streaming.rs` describes the functions in full.
+//! In builds without CUDA, stands in for `cuda/streaming.rs`, which copies streamed weights to a device while the
+//! device computes. As in `no_cuda.rs`, types have no values, so their methods are never called. `crate::streaming`
+//! says what units and slots are; `cuda/streaming.rs` describes the functions in full.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -47,8 +47,8 @@ impl Copier {
         super::no_device("stream_blocks", device)
     }
 
-    /// A number that changes when slots may have other contents than the last copies wrote: when the capture or a
-    /// replay of a graph begins or ends.
+    /// A number that changes when slots may have other contents than the last copies wrote: when the capture of a graph
+    /// begins or ends, and when a replay begins.
     pub const fn epoch(&self) -> u64 {
         match self.0 {}
     }

@@ -233,6 +233,7 @@ impl Saved {
     /// `joins_previous`, full checkpointing recomputes the block together with the previous block, except if it
     /// offloads inputs. `add` counts the block.
     pub fn block(&mut self, own_inputs: usize, joins_previous: bool, add: impl FnOnce(&mut Self)) {
+        // A block that is not recomputed as a whole counts as layers outside of checkpoints do.
         if !self.policy.recomputes_all() {
             return self.outside(add);
         }
@@ -251,7 +252,8 @@ impl Saved {
                 self.offloaded += own_inputs;
                 self.together += 2 * own_inputs;
             } else {
-                // Under `Offloaded`: an input that no gradient reaches is a constant, which no checkpoint offloads.
+                // The input stays on the device. Under `Offloaded`, this is an input that no gradient reaches: a
+                // constant, which no checkpoint offloads.
                 self.held += own_inputs;
             }
             self.is_input_counted = true;

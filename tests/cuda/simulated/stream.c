@@ -93,6 +93,7 @@ void simulated_queue(CUstream stream, struct CUgraphNode_st node) {
         if (!graph->nodes) abort();
     }
     graph->nodes[graph->count++] = node;
+    // If the stream has joined a capture that began on another stream, that stream has to wait for this work before the capture ends.
     stream->ahead = stream->joined;
 }
 

@@ -112,8 +112,8 @@ impl Copier {
         })
     }
 
-    /// A number that changes whenever the capture or a replay of a graph begins or ends. After such a change, slots may
-    /// have other contents than the last copies wrote.
+    /// A number that changes whenever the capture of a graph begins or ends, and whenever a replay begins. After such a
+    /// change, slots may have other contents than the last copies wrote.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
