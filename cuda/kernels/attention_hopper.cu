@@ -6,7 +6,7 @@
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work among the blocks. An item is a tile of queries (forward) or of keys
 // (backward) of a head. Each step of an item combines its tile with one tile of the head's keys (forward) or queries (backward). One block
 // does all steps of an item, or the host splits the item: then several blocks share its steps, and a later kernel (sum or finish) adds up
-// what they computed, the parts of the item. (R and M are the numbers of queries in a tile.)
+// what they computed, the parts of the item. With R queries in a tile of the forward pass, and M in a tile of the backward pass, there are
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // The host sets the fields `blocks` and `whole` of `Schedule`. `blocks` is the number of multiprocessors. If the host splits no item,

@@ -77,8 +77,9 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     }
 
 // attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv, with log_sums and delta. A gradient whose pointer is null is not computed.
-// With parts = 1, the kernel writes dk and dv, and dk_parts and dv_parts are null. Otherwise it writes dk_parts and dv_parts, f32
-// (parts, heads / group, rows, width), where a part is the sum over at most ceil(group / parts) of the `group` heads of queries.
+// With parts = 1, the kernel writes dk and dv, and dk_parts and dv_parts are null. Otherwise dk and dv only say, by
+// being null or not, which gradients to compute; the kernel writes these to dk_parts and dv_parts, f32 (parts, heads / group, rows, width),
+// where a part is the sum over at most ceil(group / parts) of the `group` heads of queries.
 // Grid (K + Q), 128 threads: K = parts * ceil(rows / 64) * heads / group blocks compute dk and dv (K = 0 if both are null), and
 // Q = ceil(rows / 64) * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 // A block for dk and dv owns 64 keys, with rows of the class `key_rows`; it copies 64 queries at a time, and works on `key_step` of them at

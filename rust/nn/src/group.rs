@@ -7,14 +7,14 @@ use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
 
-/// Linear layers that share one input. If the layers' parameters could be joined, one matrix product computes the
-/// results of all layers. Each layer has its own name and its own slot for an adapter.
+/// Linear layers that share one input. If [`new`](Self::new) has joined the layers' parameters, one matrix product
+/// computes the results of all layers. Each layer has its own name and its own slot for an adapter.
 pub struct LinearGroup {
     names: Vec<&'static str>,
     members: Vec<Linear<Tensor>>,
     /// The number of output features of each member: the rows of its weight.
     sizes: Vec<usize>,
-    /// None if the members' parameters could not be joined.
+    /// None if [`LinearGroup::new`] has not joined the members' parameters.
     joined: Option<JoinedParameters>,
 }
 
@@ -58,7 +58,7 @@ impl LinearGroup {
             let mut start = 0;
             for (member, &size) in members.iter_mut().zip(&sizes) {
                 let rows = |tensor: &Tensor| tensor.narrow(0, start, size);
-                // `join` has already given the members their rows of a quantized or streamed weight.
+                // Of the weights, only plain ones change here; after `join`, the others already share storage.
                 let member_weight =
                     weight.tensor().map_or_else(|| Ok(member.weight.clone()), |all| rows(all).map(Weight::from))?;
                 *member = Linear::from_weight(member_weight, bias.as_ref().map(rows).transpose()?);

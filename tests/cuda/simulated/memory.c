@@ -28,7 +28,8 @@ struct ranges {
     size_t count, capacity;
 };
 static struct ranges device_ranges, pinned_ranges, reservations;
-// Host addresses: where the first range of device memory or of reserved addresses starts, and where the last one ends, of all so far.
+// The lowest start and the highest end, as host addresses, of all ranges of device memory or of reserved addresses so far, including those
+// that were freed since.
 static uintptr_t lowest = UINTPTR_MAX, highest;
 // Bytes of each device that are allocated outside its pool.
 static size_t taken[MAX_DEVICES];

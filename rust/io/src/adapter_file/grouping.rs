@@ -50,7 +50,8 @@ impl<'a> Adapted<'a> {
 
 /// Check that a file format can represent adapters of the kind `kind` on the given layers of a part. `None` stands for
 /// the part's default format. The check does not know the adapters' shapes. It assumes that a DoRA has one
-/// magnitude for each output, and that LoKr's factors and OFT's blocks can be divided.
+/// magnitude for each output, that the left factor of LoKr has an even number of rows, and that OFT has an even number
+/// of blocks, all of one size.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot represent these adapters; the message names a format that can.

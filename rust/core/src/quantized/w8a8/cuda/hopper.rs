@@ -42,8 +42,8 @@ impl Tile {
         rows.div_ceil(2 * ROWS) * parts.iter().map(tiles_across).sum::<usize>()
     }
 
-    /// Bytes of shared memory: the stages, 16 bytes of barriers for each stage, and for each column 16 bytes of scales
-    /// and biases (two f32 for each of two tiles).
+    /// A block's bytes of shared memory: the stages, 16 bytes of barriers for each stage, and 16 bytes for each column,
+    /// namely a scale and a bias in f32 for the tile that the block computes and for the one that it computes next.
     const fn shared_bytes(&self) -> u32 {
         (self.stages * ((ROWS + self.columns) * STEP + 16) + 16 * self.columns) as u32
     }
@@ -52,7 +52,7 @@ impl Tile {
 /// The kernel for a product with `rows` rows, on a device that computes `most_clusters` clusters at a time; `None` if
 /// cuBLASLt is expected to be faster.
 ///
-/// The device computes the clusters in rounds of `most_clusters`. For int8, this is the kernel that is expected to take
+/// The device computes the clusters in rounds of `most_clusters`. For int8, returns the kernel that is expected to take
 /// the least time. For e4m3 there is one kernel. It is faster than cuBLASLt, which has tiles of 128 columns, if its
 /// clusters fill at least 7/8 of one or two rounds: then cuBLASLt's tiles leave a part of the device idle. Measured
 /// with the sizes of SDXL and Flux.
