@@ -46,7 +46,8 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
 // thread loads one id.
 constexpr int THREADS = 128;
 // How many blocks a multiprocessor must have room for at a time. The number limits a thread's registers. With 0, the compiler sets its own
-// limit, which may be so low that the kernel spills registers to make room for one more block. The numbers are those without spills.
+// limit, which may be so low that the kernel spills registers to make room for one more block. The numbers are those without spills: 0
+// where the compiler's own limit causes none.
 constexpr int SCATTER_BLOCKS = ARCHITECTURE >= 1200 ? 10 : 0;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 2 ? 8 : 10;
 

@@ -45,8 +45,8 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     Ok(y)
 }
 
-/// Converts `x` to `dtype` if at least one of the two dtypes is an integer dtype; [`cast`] is for two floating-point
-/// dtypes. Returns `x` itself if it has the dtype already, otherwise a contiguous tensor.
+/// Converts `x` to `dtype`. Returns `x` itself if it has the dtype already, otherwise a contiguous tensor. For two
+/// different floating-point dtypes use [`cast`]: there are kernels only if one of the two is an integer dtype.
 ///
 /// # Errors
 /// [`Error::Device`] if `x` is not on a CUDA device, [`Error::DType`] if a dtype is not u8, u32, i64, f16, bf16, f32 or

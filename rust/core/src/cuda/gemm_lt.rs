@@ -149,7 +149,7 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
 }
 
 /// Return whether an algorithm has the given tile and does not split the sums over k. A split changes the order of the
-/// additions, so the result's bits would differ from those of the algorithm that the preferred tile replaces.
+/// additions, so the result's bits would differ from those of the algorithm that is used if no tile is preferred.
 fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
     let equals = |attribute: Attribute, expected: u32| {

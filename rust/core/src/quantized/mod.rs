@@ -269,7 +269,8 @@ impl Quantized {
     /// [`Error::OutOfMemory`] if the copy does not fit.
     pub fn rows_of_nf4(&self, start: usize, count: usize) -> Result<Option<Self>> {
         let ([rows, columns], [part]) = (self.dims, &*self.parts) else { return Ok(None) };
-        // The number of neighbouring elements that share a scale, or the scale of their blocks' scales.
+        // The number of neighbouring elements that depend on the same f32 scale: that of their block or, if the blocks'
+        // scales are quantized, that of these scales.
         let shared = match part.scales {
             Scales::Nf4(_) => nf4::BLOCK,
             Scales::Nested { .. } => nf4::BLOCK * nf4::NESTED,
