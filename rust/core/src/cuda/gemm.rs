@@ -232,7 +232,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
         // cuBLAS cannot read a matrix without a dimension of stride 1, such as a view of every other column of a
-        // matrix.
+        // matrix, nor a matrix whose rows or columns overlap.
         let (a, b) = (readable(a, [plan.m, plan.k], plan.a)?, readable(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };

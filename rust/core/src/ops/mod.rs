@@ -9,7 +9,7 @@
 pub mod activation;
 pub mod arithmetic;
 pub mod attention;
-pub mod beside; // a tensor's columns beside an activation of another's
+pub mod beside; // joins the columns of a tensor and an activation of another tensor's columns
 #[cfg(feature = "testing")]
 pub mod case;
 pub mod cast;

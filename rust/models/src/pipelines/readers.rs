@@ -43,8 +43,8 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. `ComfyUI` reads diffusers' names, but it reads the projections of attention only under the
-/// names of early releases, `Style::Processor`.
+/// Stable Diffusion's UNets. `ComfyUI` reads diffusers' names with dots (`Style::Diffusers`, `Style::Bare`), except
+/// those of the projections of attention. For these it reads the names of early releases instead, `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

@@ -21,7 +21,8 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     if y.elem_count() > 0 {
         // A line is a row of pixels of y. A block of 256 threads writes a piece of a line: each thread writes four
         // packs of 16 bytes, with `wide` elements each. If there are more pieces than blocks in the largest grid,
-        // blocks write several pieces.
+        // blocks write several pieces. They also do so if the kernel writes packs of one element, as pieces are then
+        // smaller.
         let (lines, line_len) = (batch * y_height, y_width * channels);
         let blocks = lines * line_len.div_ceil(256 * 4 * wide(x.dtype()));
         let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
