@@ -137,8 +137,9 @@ fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
 
 #[test]
 fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_equals_separate_layers() {
-    // LoRA with dropout is no low-rank product of the group's input either: its product has an input of its own, the
-    // layer's input after dropout, so the layers no longer share one input.
+    // DoRA is no low-rank product, because it also scales the frozen weight. LoRA with dropout is no low-rank product
+    // of the group's input: its product has an input of its own, the layer's input after dropout, so the layers no
+    // longer share one input.
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {

@@ -4,7 +4,7 @@ use super::effects::note_seed;
 
 /// The state of a random generator: its seed and its position. A draw advances the position, and each replay advances
 /// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays would
-/// not set it again: capturing such a function is an error.
+/// not set it again: capturing a function that sets the state is an error.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {

@@ -156,9 +156,9 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     }))
 }
 
-/// Converts the elements of `x` to the floating-point dtype `dtype`, rounded to nearest, ties to even. The result is
-/// contiguous. From f64 to f16 or bf16, elements are rounded twice: to f32, then to `dtype`. If `x` has the dtype
-/// already, the result is `x` itself, even if `x` is not contiguous.
+/// Converts the elements of `x` to the floating-point dtype `dtype`, rounded to nearest, ties to even. From f64 to f16
+/// or bf16, elements are rounded twice: to f32, then to `dtype`. If `x` has the dtype already, the result is `x` itself
+/// (contiguous or not); otherwise the result is contiguous.
 ///
 /// # Errors
 /// [`Error::DType`] if the dtypes differ and one of them is not a floating-point one, [`Error::OutOfMemory`] as

@@ -26,8 +26,9 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
                         Domain::Normal => ((u - 0.5) * 4.0 * 64.0).round() / 64.0,
                         Domain::Positive => 0.5 + (u * 1.5 * 64.0).round() / 64.0,
                         Domain::Distinct => {
-                            // Multiples of 0.5 in a mixed order. If 7 divides n + 4, they repeat; otherwise none
-                            // comes twice. The last term keeps values of different inputs apart.
+                            // Multiples of 0.5 in a mixed order, plus 0.25, so that none is zero. If 7 divides n + 4,
+                            // they repeat; otherwise none comes twice. The last term keeps values of different inputs
+                            // apart.
                             let multiple = (i * 7 + 3 * index) % (n + 4);
                             let magnitude = multiple as f64 * 0.5 + 0.25 + index as f64 * 0.125;
                             if i % 2 == 0 { magnitude } else { -magnitude }

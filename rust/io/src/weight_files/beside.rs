@@ -74,7 +74,7 @@ impl WeightFiles {
                 && let Some(file) = self.index.remove(&key)
             {
                 let json = bytes(&mut self.files[file], &key)?;
-                // JSON that does not parse becomes null, which `bits_of` rejects as a format that is not supported.
+                // JSON that does not parse becomes null, which `eight_bits::bits_of` rejects as an unsupported format.
                 found.insert(weight, serde_json::from_slice(&json).unwrap_or_default());
             }
         }
@@ -90,7 +90,8 @@ impl WeightFiles {
             }
             let is_u8 = self.files[self.index[&weight]].dtype_of(&weight) == Some(DType::U8);
             if is_u8 && !self.scales.contains_key(&weight) {
-                // An e4m3 weight that is stored as u8. Without scales it has the scale 1.
+                // An e4m3 weight that is stored as u8. Without scales it has the scale 1, which
+                // `read_eight_bits` gives to the e4m3 weights that are stored in their own dtype.
                 self.scales.insert(weight, Tensor::new(&[1f32], &Device::Cpu)?);
             }
         }

@@ -171,9 +171,9 @@ impl Architecture for ChromaTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    // All linear layers in the blocks. The other lists are empty: every layer in a block is quantized, also with 8-bit
-    // products (`unquantized`, `multiplied`), no matrix outside of the blocks is (`rows`), and no layer of a block
-    // computes a modulation (`modulation`), because the approximator does.
+    // All linear layers in the blocks. The other lists are empty: `unquantized`, because no layer in a block keeps its
+    // dtype; `multiplied`, because with 8-bit products all these layers are quantized too; `rows`, because no matrix
+    // outside of the blocks is quantized; `modulation`, because the approximator computes it, not a layer of a block.
     const QUANTIZABLE: Quantizable =
         Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], ..Quantizable::NOTHING };
 
@@ -213,7 +213,7 @@ impl Model for ChromaTransformer {
         // These layers run outside of checkpoints. `size.tokens` is the number of text tokens.
         saved.outside(|saved| {
             self.approximator.saved(saved);
-            // A layer, the number of its input values, and the number of tokens.
+            // `linear` takes a layer, the number of its input values, and the number of tokens.
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
         });
