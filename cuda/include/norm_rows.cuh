@@ -7,9 +7,9 @@
 // the same threadIdx.y; its thread t = threadIdx.x has the packs t, t + blockDim.x, t + 2 · blockDim.x and so on.
 
 // The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
-// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1
-// to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass or 2^16 in a backward pass (about as many as an
-// H100 runs at once). If even NORM_HELD needs more threads, the host chooses NORM_HELD.
+// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds, in place of HELD in the formula for the size of
+// a team (rows.cuh): the smallest number from 1 to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass or
+// 2^16 in a backward pass (about as many as an H100 runs at once). If even NORM_HELD needs more threads, the host chooses NORM_HELD.
 constexpr int NORM_HELD = 3;
 
 // MODULATED is layer norm with a scale and a shift (`weight` and `bias` of `Affine`) for every `sharing` consecutive rows: both have the
@@ -52,8 +52,7 @@ template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
 
-// The factors of the normalized x, from element `at` of `weight` on. Without a weight, which MODULATED always has, `load_parameter` returns
-// 1, its argument.
+// The factors of the normalized x, from element `at` of `weight` on. Without a weight, the factors are 1; MODULATED always has a weight.
 template <typename T, Kind KIND, int N>
 __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
     load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);

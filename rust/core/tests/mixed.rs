@@ -27,7 +27,8 @@ fn values(tensor: &Tensor) -> Vec<f64> {
     to_f64_vec(tensor.raw()).unwrap()
 }
 
-/// Asserts that the elements differ by at most `tolerance` times the largest expected magnitude, or 1 if that is less.
+/// Asserts that the elements differ by at most `tolerance` times the largest expected magnitude, or by at most
+/// `tolerance` if this magnitude is less than 1.
 fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
     let (found, expected) = (values(found), values(expected));
     assert_eq!(found.len(), expected.len());

@@ -49,8 +49,8 @@ pub trait Stored {
         on_cpu(self.read_weight(name, format)?)
     }
 
-    /// The stored parameters that the model has not taken; `taken` has the model's names of those that it has. Returns
-    /// the names that the store uses, which may differ from the model's.
+    /// The stored parameters that the model has not taken. `taken` has the model's names of the parameters that it has
+    /// taken. The result has the names that the store uses, which may differ from the model's.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 

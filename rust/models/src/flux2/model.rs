@@ -218,7 +218,7 @@ impl Model for Flux2Transformer {
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         let dim = self.config.inner_dim();
         // The pairs are the number of values in a layer's input and the number of tokens that the layer is applied to.
-        // `outside`: these layers run once, outside of the blocks.
+        // `outside`: these layers run once, outside of the blocks. So does `output`, which calls `outside` itself.
         saved.outside(|saved| {
             self.time_guidance_embed.saved(saved);
             self.modulations.iter().for_each(|layer| saved.linear(layer, (dim, 1)));

@@ -15,9 +15,10 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The line or column (by `axis`) of the source that target line or column `target`, counted in its phase, reads at the
-/// kernel tap with `offset`. `None` if the tap reads the padding there. Neighbouring target positions of a phase read
-/// source positions at a distance of `axis.step`; the source has `axis.source` positions.
+/// The position in the source, along `axis`, that the position `target` in the target reads at the kernel tap with
+/// `offset`; `None` if it reads the padding. A position is a line or a column; `target` is counted in its phase.
+/// Neighbouring target positions of a phase read source positions at a distance of `axis.step`; the source has
+/// `axis.source` positions.
 fn source_position(axis: &Axis, target: usize, offset: isize) -> Option<usize> {
     usize::try_from((target * axis.step) as isize + offset).ok().filter(|&position| position < axis.source)
 }
