@@ -109,7 +109,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     const QuantizedPart &part = codes.part;
     T *to = out + part.start;
     // All elements of a chunk must have the same scale. A chunk of NF4 lies within one block of 64 elements. A chunk of 8-bit codes lies
-    // within one row if the length of a row is a multiple of CHUNK.
+    // within one row if the length of a row is a multiple of CHUNK; parts of e4m3 with a single scale are not treated specially.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
     // The addresses must allow wide stores and a load of all codes of a chunk at once.
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;

@@ -1,8 +1,8 @@
 // Convolutions without tensor cores, for what the tensor-core functions do not support (see conv.cu): f32, f64, grouped
 // channels and certain sizes. Each element of a result is a sum of products. In the `plain` functions, a block of 256 threads
 // computes a tile of 64 by 64 elements, and adds 16 products to each of them at a time. The `direct` functions are for groups of
-// few channels. In them, a thread computes a whole sum. For the gradient of the weight, eight threads, one in each warp of the block,
-// share a partial sum.
+// few channels. In them, a thread computes a whole sum; but in the one for the gradient of the weight, eight threads, one in each warp
+// of the block, share a partial sum.
 //
 // The forward pass and the gradient of the input are the same sum over a `source`, which is the input or the gradient of the output
 // (`Direction`). `Gather` (geometry.cuh) has the sum's sizes: the numbers of channels of the source (`channels`) and of the result

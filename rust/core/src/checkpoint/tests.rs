@@ -68,9 +68,10 @@ fn a_recomputation_does_not_end_with_the_operation_whose_result_an_inner_checkpo
         checkpoint(move |y| copy(&y[0], SAVES, &answers), &[&y])
     })?;
     assert_eq!(forward, [false; 2]);
-    // The outer recomputation runs both copies, the second one inside the inner checkpoint. Its last value is the input
-    // of the inner checkpoint. No `copy` saves this value, so the outer recomputation ends with neither copy. Then the
-    // inner recomputation runs the second copy again, and ends with it.
+    // The outer recomputation runs both copies, the second one inside the inner checkpoint. What the second copy saves
+    // belongs to the inner checkpoint. The last value that belongs to the outer one is the input of the inner
+    // checkpoint, which the inner checkpoint itself saves, before its function runs. So the outer recomputation ends
+    // with neither copy. Then the inner recomputation runs the second copy again, and ends with it.
     assert_eq!(backward, [false, false, true], "two operations of the outer recomputation, then one of the inner one");
     Ok(())
 }

@@ -178,7 +178,8 @@ impl<'a> Addition<'a> {
         if !is_half || !has_supported_sizes || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
             return Ok(None);
         }
-        // Which axis of `up` is contiguous tells the direction. With the axes exchanged, it is stored as (outer, rank).
+        // Which axis of `up` is contiguous tells the direction: if the rank is, `up` is stored as (outer, rank), and
+        // `by_columns` finds the distance between the rows of this matrix.
         let by_columns = row_distance(&[up.stride()[1], up.stride()[0]]).map(|row| (Direction::Forward, row));
         let by_rows = || row_distance(up.stride()).map(|row| (Direction::Backward, row));
         let (Some((direction, up_row)), Some(hidden_row), Some(dst_row)) =

@@ -116,8 +116,8 @@ fn reduce_chunks(
     Ok(y)
 }
 
-/// The kernel for `inner` = 1. Means are sums that are divided. All kernels of reductions have the arguments of
-/// `SumRows`.
+/// The kernel for `inner` = 1. Means are sums that are divided. The kernels of sums, maxima and minima, for rows and
+/// for columns, all have the arguments of `SumRows`.
 fn rows_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
         "max" => &MAX_ROWS,

@@ -196,7 +196,8 @@ fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Registry entries of this file. A [`Case`] has a label (empty for an ordinary case), the shape of each input, and the
-/// call to test. [`Gelu::Exact`] has no plain form, because no basic operation computes the error function.
+/// call to test. [`Gelu::Exact`] has no plain form, because no basic operation computes the error function. Cases with
+/// empty inputs have none either, because their results have no values to compare.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

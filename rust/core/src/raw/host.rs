@@ -75,7 +75,7 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
 /// tensor on the CPU is not copied; its storage is locked against writes until `visit` returns.
 ///
 /// # Errors
-/// As [`to_cpu`].
+/// As [`to_cpu`]; [`Error::DType`] for floats of 8 bits or fewer on the CPU too.
 pub fn with_bytes<R>(raw: &Raw, visit: impl FnOnce(&[u8]) -> R) -> Result<R> {
     fn bytes<T: WithDType>(values: &[T]) -> &[u8] {
         // SAFETY: the elements are plain numbers without padding, and bytes need no alignment.

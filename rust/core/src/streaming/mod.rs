@@ -79,7 +79,8 @@ impl Streamed {
     /// differ, or if some of `weights` are quantized and some are not.
     ///
     /// # Errors
-    /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
+    /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the joined weight does
+    /// not fit (joined weights that are quantized need no memory).
     pub fn join(weights: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
         let Some(first) = weights.first() else { return Ok(None) };
         let parts = weights.iter().map(|weight| weight.gathered()).collect::<Result<Vec<_>>>()?;

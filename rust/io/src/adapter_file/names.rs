@@ -99,7 +99,8 @@ impl PartNames {
         let before_dot = prefix.strip_suffix('.').unwrap_or_default();
         is_flat
             || before_dot == self.diffusers && !before_dot.is_empty()
-            // The known prefix is `ComfyUI`'s name and a dot. A shorter one, a beginning of the name, would count too.
+            // `ComfyUI`'s prefix is its name and a dot, which the first test accepts. The second test would also accept
+            // a prefix that is only a beginning of the name.
             || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 

@@ -199,7 +199,8 @@ impl Model for QwenImageTransformer {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
-        // `outside`: layers outside of checkpoints. `linear` takes the numbers of input values and of tokens.
+        // `outside` counts layers that no checkpoint contains; `output.saved` calls it too. `linear` takes the numbers
+        // of input values and of tokens.
         saved.outside(|saved| {
             self.time_text_embed.saved(saved);
             saved.linear(&self.img_in, (area * self.config.in_channels, area));

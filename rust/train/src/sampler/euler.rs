@@ -26,8 +26,8 @@ impl Euler {
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         // The noise levels of all timesteps of training.
         let all = schedule.sigmas();
-        // `spaced` chooses `count` timesteps and returns the first `steps` of them. A sampler with a timestep at the
-        // end of the last step has one more than `steps`; Euler's method needs no such timestep.
+        // `spaced` chooses `count` timesteps and returns the first `steps` of them. A sampler that needs a timestep at
+        // the end of the last step passes `steps` + 1 as `count`; Euler's method needs no such timestep.
         let count = steps;
         let mut timesteps = grid::spaced(schedule, count, steps)?;
         let mut sigmas = grid::sigmas_at(&all, &timesteps);

@@ -80,8 +80,8 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
     }
     // A range of columns needs a result (m, n). The product of a batch of matrices and a vector also has two dimensions,
     // but they are (matrices, rows). The plan then has the batch dimension in `batch`, or has merged it with m, which
-    // is then matrices * rows and not the first dimension. (With one row per matrix, m is the first dimension; that
-    // result is a matrix of one column, and passes rightly.)
+    // is then matrices * rows and not the first dimension. (If each matrix has one row, m is the first dimension. Then
+    // the result (matrices, 1) is a matrix of one column, so it may be a range of columns.)
     let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
     let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {

@@ -297,8 +297,8 @@ impl Backward for NormedBackward {
             grad_tensors[0] = Some((tensor, is_view));
             Some(value_grads)
         };
-        // The places of the gradients of the normalised and rotated queries and keys and, with several streams, of the
-        // values in a buffer.
+        // The places of the gradients of the normalised and rotated queries and keys, which are parts of `buffer`, and
+        // of the values: also a part of `buffer` with several streams, `value_grads` with a single stream.
         let places = |buffer: &Raw| -> Result<[Raw; 3]> {
             let values = value_grads.clone().map_or_else(|| normed.part(buffer, 2), Ok)?;
             Ok([normed.part(buffer, 0)?, normed.part(buffer, 1)?, values])

@@ -10,7 +10,7 @@ fn ids(x: &Tensor, values: &[i64], dims: &[usize]) -> Result<Tensor> {
 }
 
 /// Registry entries of this folder. A case has a label, the shapes of the random inputs `x`, and a function of `x`. Its
-/// ids are constants, of which some repeat: then the backward pass adds several gradients to one element.
+/// ids are constants. In most cases an id repeats, so that the backward pass adds several gradients to one element.
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &INDEX_SELECT,

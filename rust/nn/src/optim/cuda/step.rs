@@ -364,9 +364,9 @@ impl Work {
         work
     }
 
-    /// Finds the segment of elements whose addresses are those of `target`. Returns the segment's index and the offset
-    /// of `target` from the segment's addresses, in elements. Starts a new segment if the three addresses of `target`
-    /// do not all have the same offset from the addresses of the last segment, or if 32 bits cannot hold the offset.
+    /// Finds the segment for elements that begin at the three addresses in `target`. Returns the segment's index and
+    /// the offset of `target` from the segment's addresses, in elements. Starts a new segment if the three addresses do
+    /// not all have the same offset from the addresses of the last segment, or if 32 bits cannot hold the offset.
     fn locate(&mut self, target: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
