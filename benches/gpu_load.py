@@ -71,13 +71,15 @@ def load(folder: Path, form: str) -> None:
     watcher.start()
     started = time.perf_counter()
     quantize = None if form == "bf16" else form
-    model = tc.models.FluxTransformer.from_pretrained(
-        folder, dtype="bf16", device=DEVICE, quantize=quantize
-    )
-    tc.cuda.synchronize(DEVICE)
-    seconds = time.perf_counter() - started
-    done.set()
-    watcher.join()
+    try:
+        model = tc.models.FluxTransformer.from_pretrained(
+            folder, dtype="bf16", device=DEVICE, quantize=quantize
+        )
+        tc.cuda.synchronize(DEVICE)
+        seconds = time.perf_counter() - started
+    finally:
+        done.set()
+        watcher.join()
     stats = tc.cuda.memory_stats(DEVICE)
     print(
         f"{form}: {seconds:.1f} s; GPU {stats['allocated'] / GIB:.2f} GiB, at most "

@@ -29,7 +29,13 @@ def test_without_a_launcher_or_with_one_process_there_is_no_world() -> None:
             "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         },
-        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        {
+            "PMI_RANK": "3",
+            "PMI_SIZE": "4",
+            "PMI_ID": "3",  # the number of the process, not the name of the job
+            "MPI_LOCALRANKID": "1",
+            "MPI_LOCALNRANKS": "2",
+        },
         {
             "SLURM_STEP_ID": "0",
             "SLURM_PROCID": "3",

@@ -89,7 +89,10 @@ unsafe fn copy_in_parallel(from: *const u8, to: *mut u8, length: usize) {
     };
     std::thread::scope(|scope| {
         for start in (part..length).step_by(part) {
-            scope.spawn(move || copy(start));
+            // Without another thread, this one copies the part.
+            if std::thread::Builder::new().spawn_scoped(scope, move || copy(start)).is_err() {
+                copy(start);
+            }
         }
         copy(0);
     });

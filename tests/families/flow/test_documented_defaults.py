@@ -90,7 +90,7 @@ GUIDES = {
         ("Noise levels have the distribution `logit_normal` without a shift",
          "Adapters are on the attention and the feed-forward layers of all 60 blocks,",
          "for image tokens and for text tokens. Four layers of the last block get no adapter",
-         "by default 4, in 50 steps"),
+         "50 steps, and a guidance scale of 4"),
         rf"{BLOCKS}(attn|img_mlp|txt_mlp)\..*", 50, 4.0, rate=5e-5,
     ),
 }  # fmt: skip

@@ -272,10 +272,13 @@ fn attention_over_projections_of_streams_equals_the_cpu() {
         (&[77, 300][..], 3, 64, 64),
         (&[280][..], 4, 64, 0),
         (&[40, 9][..], 2, 40, 6),
+        // So many tokens that the kernels for 9.0 split items among blocks.
+        (&[2048][..], 2, 128, 0),
+        (&[1900, 148][..], 2, 64, 0),
     ] {
         let scale = random(&[width], 1.0, DType::F32);
         // One table for all streams: a stream of n tokens takes the first n rows. No stream has more tokens than the
-        // table has rows, 300 or 333.
+        // table has rows: 300 or, if that is more, the tokens of the first stream.
         let angles = random(&[300.max(lengths[0]), width / 2], 1.0, DType::F32);
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
         for is_rotated in [true, false] {

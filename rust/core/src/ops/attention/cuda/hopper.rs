@@ -241,7 +241,8 @@ impl Attention<'_> {
     ) -> Result<bool> {
         let (gpu, rank) = (Gpu::of(self.op, q)?, q.rank());
         let sizes = self.sizes(q.dims()[rank - 1], v.dims()[rank - 1])?;
-        if [sizes.batch, sizes.heads, sizes.queries, sizes.keys].contains(&0) {
+        // `Heads::new` below may copy; these kernels support neither a mask nor empty sizes.
+        if mask.is_some() || [sizes.batch, sizes.heads, sizes.queries, sizes.keys].contains(&0) {
             return Ok(false);
         }
         let heads = [q, k, v, result, grad].into_iter().chain(places).map(|raw| Heads::new(self.op, raw));
