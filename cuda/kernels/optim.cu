@@ -125,8 +125,8 @@ DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
-// Four neighbouring values of a state, in f32 while a kernel works on them. `<true>` means one access for all four values, for which the
-// states are aligned. With `<true>`, the functions do not read the count, QUAD.
+// Four neighbouring values of a state, in f32 while a kernel works on them. States are aligned, and padded to STATE_BLOCK elements. So
+// `load_quad<true>` and `store_quad<true>` access all four values at once, also at the end of a piece; they do not read their count, QUAD.
 template <typename S> struct StateQuad {
     S *pointer;
     float values[QUAD];

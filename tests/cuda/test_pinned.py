@@ -76,6 +76,7 @@ def test_a_run_plans_with_the_memory_that_the_driver_pins(
     the run fills again and again.
     """
     settings = {
+        # `sdxl_folder` is a folder of images with captions.
         "model": "flux", "weights": str(flux_base), "dataset": str(sdxl_folder),
         "output": str(tmp_path / "run"), "resolution": 32, "max_side": 48, "cache": "memory",
         "stream_blocks": 3, "base_precision": "same", "gradient_checkpointing": "none",

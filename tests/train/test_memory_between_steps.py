@@ -79,9 +79,13 @@ def test_a_validation_keeps_nothing_on_the_tape(
 def test_a_checkpoint_copies_the_adapter_and_the_states_that_the_estimate_counts(
     config: TrainConfig, optimizer: str
 ) -> None:
-    """The copies are in host memory. On the CPU they take the place of a step's activations."""
-    # AdamW8bit quantizes the moments of variables of at least 4096 elements. With this rank, all
-    # variables have as many.
+    """The copies are in host memory, so a run on a GPU takes no more of its memory.
+
+    On the CPU, host memory is that of the run. There the copies do not raise the peak, because the
+    activations of the step are freed before and were larger.
+    """
+    # AdamW8bit quantizes the moments of variables of at least 4096 elements. With this rank, every
+    # variable has at least 4096.
     config = config.with_(optimizer=optimizer, rank=512, steps=5)
     train_adapter(config, progress=False, report=lambda _: None)
     folder, items = checkpoint_path(Path(config.output), 5), estimated(config)
@@ -89,8 +93,8 @@ def test_a_checkpoint_copies_the_adapter_and_the_states_that_the_estimate_counts
         tc.load_file(folder / f"{name}.safetensors") for name in ("parameters", "optimizer")
     )
     assert sum(tensor.nbytes for tensor in parameters.values()) == items["model adapter"]
-    # The names of a variable's states begin with its number. Other tensors, such as the number of
-    # steps, are in host memory.
+    # The names of a variable's states begin with its number. The estimate does not count other
+    # tensors, such as the number of steps.
     of_variables = [tensor.nbytes for name, tensor in states.items() if name[0].isdecimal()]
     # AdamW has two moments for each variable; AdamW8bit has codes and scales of each moment.
     assert len(of_variables) == (2 if optimizer == "adamw" else 4) * len(parameters)

@@ -40,7 +40,8 @@ fn optimizers(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
     KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))], NO_SEED).unwrap()).collect()
 }
 
-/// Takes the `steps`, with gradients that depend on the index of the step and of the variable.
+/// Takes the `steps`, with gradients that depend on the index of the step and of the variable. `step_all` keeps the
+/// gradients, so callers can read those of the last step.
 fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     for step in steps {
         for (index, var) in opt.vars().iter().enumerate() {

@@ -164,6 +164,7 @@ static int queue(struct comm *comm, const char *op, unsigned kind, const void *f
              pending);
     const struct simulated_range ranges[] = {{(CUdeviceptr)(uintptr_t)from, count * bytes_of(type)},
                                              {(CUdeviceptr)(uintptr_t)to, count * bytes_of(type)}};
+    // In spite of its name, this function queues any operation of a library: it logs `text` and checks the ranges.
     return simulatedProduct(stream, text, ranges, 2) == CUDA_SUCCESS ? SUCCESS : UNHANDLED;
 }
 

@@ -90,7 +90,8 @@ def test_encoders_are_freed_when_no_setting_needs_them(
     # Without a cache, each step encodes images and captions, and preparing loads the autoencoder.
     # The text encoders are loaded when they are first used, which is after preparing.
     assert encoders_in_memory(cache="off") == {"coder"}
-    # Text encoders that are trained encode captions in each step. The latents are cached.
+    # Text encoders that are trained encode captions in each step; they, too, are loaded when they
+    # are first used. The latents are cached.
     assert encoders_in_memory(train_text_encoder=True) == set()
 
 
