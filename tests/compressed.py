@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,4 +16,17 @@ def decompressed(path: Path) -> Path:
     # The names of its two folders tell the file from others with the same name.
     result = Path(_FOLDER.name) / "-".join(path.parts[-3:])
     result.write_bytes(gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes()))
+    return result
+
+
+@functools.cache
+def model_folder(path: Path) -> Path:
+    """Return `path`, the folder of a model, or a copy of it in which nothing is compressed."""
+    compressed = list(path.glob("*.gz"))
+    if not compressed:
+        return path
+    result = Path(_FOLDER.name) / "-".join(path.parts[-2:])
+    shutil.copytree(path, result, ignore=shutil.ignore_patterns("*.gz"))
+    for file in compressed:
+        (result / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
     return result

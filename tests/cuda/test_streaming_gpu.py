@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import model_folder
 
 import trainable_candle as tc
 from trainable_candle.models import FluxTransformer, SD3Transformer
@@ -44,7 +45,7 @@ def losses(
     inputs = [case[key].to(gpu) for key in names]
     tc.manual_seed(0)
     model = kind.from_pretrained(
-        GOLDEN / name / "transformer",
+        model_folder(GOLDEN / name / "transformer"),
         dtype="bf16",
         device=gpu,
         quantize=quantize,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.compressed import model_folder
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -130,7 +131,7 @@ def write_pipeline(
         autoencoder: the golden model whose autoencoder is copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
+    shutil.copytree(model_folder(GOLDEN / family / "transformer"), folder / "transformer")
     shutil.copytree(GOLDEN / autoencoder / "vae", folder / "vae")
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | latents))

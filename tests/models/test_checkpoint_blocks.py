@@ -26,7 +26,7 @@ def counts_up_to(blocks: int) -> list[int]:
 
 
 def load(family: Family, **options: object) -> Model:
-    return family.kind.from_pretrained(family.folder / "transformer", dtype="f32", **options)
+    return family.kind.from_pretrained(family.transformer, dtype="f32", **options)
 
 
 def prediction_and_gradients(family: Family, model: Model) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 def test_recomputing_some_blocks_changes_no_gradient(name: str, policy: str) -> None:
     family = FAMILIES[name]
     expected = prediction_and_gradients(family, load(family))
-    for count in counts_up_to(facts_of(family.folder / "transformer").blocks_to_checkpoint):
+    for count in counts_up_to(facts_of(family.transformer).blocks_to_checkpoint):
         model = load(family)
         model.enable_gradient_checkpointing(policy, blocks=count)
         assert_equal(prediction_and_gradients(family, model), expected)
@@ -63,7 +63,7 @@ def test_recomputing_some_streamed_blocks_changes_no_gradient(
 ) -> None:
     family = FAMILIES[name]
     expected = prediction_and_gradients(family, load(family, quantize=quantize))
-    facts = facts_of(family.folder / "transformer")
+    facts = facts_of(family.transformer)
     for count in counts_up_to(facts.blocks_to_checkpoint):
         # `facts.blocks`: all blocks that can be streamed from host memory.
         model = load(family, quantize=quantize, stream_blocks=facts.blocks)
@@ -117,7 +117,7 @@ def test_recomputing_some_blocks_of_a_language_model_changes_no_gradient() -> No
 def test_a_model_holds_less_the_more_blocks_it_recomputes() -> None:
     family = FAMILIES["flux"]
     held = []  # bytes saved for the backward pass, for each number of recomputed blocks
-    for count in range(1, facts_of(family.folder / "transformer").blocks_to_checkpoint + 1):
+    for count in range(1, facts_of(family.transformer).blocks_to_checkpoint + 1):
         model = load(family)
         model.add_adapter(tc.LoraConfig(**ADAPTER))
         model.enable_gradient_checkpointing("full", blocks=count)

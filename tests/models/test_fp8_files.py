@@ -237,7 +237,7 @@ def test_files_of_every_family_are_read(name: str, form: str, tmp_path: Path) ->
     write(path, tensors)
     # From here on, the file `original` holds the rounded values.
     tc.save_file({key: tc.tensor(values) for key, values in expected.items()}, original)
-    options = {"dtype": "f32", "config": family.folder / "transformer" / "config.json"}
+    options = {"dtype": "f32", "config": family.transformer / "config.json"}
     values = family.kind.from_pretrained(original, **options).named_tensors()
     for quantize in (None, "fp8"):
         found = family.kind.from_pretrained(path, **options, quantize=quantize).named_tensors()

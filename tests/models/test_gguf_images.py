@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compressed import model_folder
 
 import trainable_candle as tc
 from trainable_candle.export.gguf_file import Entry, write
@@ -69,7 +70,7 @@ def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_path: Path) -> None:
-    folder = GOLDEN / family / "transformer"
+    folder = model_folder(GOLDEN / family / "transformer")
     transformer, inputs = FAMILIES[family]
     model = transformer.from_pretrained(folder, dtype="f32")
     original = tmp_path / "original.safetensors"

@@ -90,7 +90,7 @@ def test_original_files_are_read_as_diffusers_converts_them(
     tensors = originals(family)
     path = tmp_path / "original.safetensors"
     tc.save_file({prefix + name: tensor for name, tensor in tensors.items()}, path)
-    config = family.folder / "transformer" / "config.json"
+    config = family.transformer / "config.json"
     model = family.kind.from_pretrained(path, config=config)
     assert_same(model.named_tensors(), family.stored)
 

@@ -76,14 +76,14 @@ def test_gradients_reach_every_parameter_and_checkpoints_do_not_change_them() ->
 
 def test_a_base_of_the_same_format_starts_unchanged() -> None:
     """Rounding the values of a quantized base gives the codes of the base again."""
-    model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="int8")
+    model = FLUX.kind.from_pretrained(FLUX.transformer, dtype="f32", quantize="int8")
     before = FLUX.predict(model).numpy()
     model.add_adapter(config("int8"))
     np.testing.assert_allclose(FLUX.predict(model).numpy(), before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_base_of_another_format_is_rejected() -> None:
-    model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="nf4")
+    model = FLUX.kind.from_pretrained(FLUX.transformer, dtype="f32", quantize="nf4")
     with pytest.raises(ConfigError, match=r"to_q: qat int8: the base is nf4; load the base"):
         model.add_adapter(config("int8"))
 
@@ -98,7 +98,7 @@ def test_convolutions_are_an_error_and_linear_layers_are_not(sdxl: Path) -> None
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(form: str, tmp_path: Path) -> None:
     """W8A8 rounds the merged weights and the inputs of layers, and multiplies their codes."""
-    (facts,) = tc.inspect(FLUX.folder / "transformer").parts.values()
+    (facts,) = tc.inspect(FLUX.transformer).parts.values()
     layers = [name for name in facts.layers if "transformer_blocks." in name]
     found = {}
     for rounds_inputs in (False, True):

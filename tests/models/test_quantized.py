@@ -19,7 +19,7 @@ ALL_LINEAR = tc.LoraConfig(r=4, lora_alpha=4.0, target_modules=["all-linear"])
 
 
 def quantized(family: Family, format: str) -> Model:
-    folder = family.folder / "transformer"
+    folder = family.transformer
     return family.kind.from_pretrained(folder, dtype="f32", quantize=format)
 
 
@@ -189,7 +189,7 @@ def test_facts_of_a_language_model_give_its_bytes_after_quantization() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_facts_of_a_transformer_give_its_bytes_after_quantization(format: str) -> None:
-    folder = FAMILIES["flux"].folder / "transformer"
+    folder = FAMILIES["flux"].transformer
     (facts,) = tc.inspect(folder).parts.values()
     assert facts.weight_bytes("bf16") == 2 * facts.elements
     blocks = {name: shape for name, shape in facts.layers.items() if "transformer_blocks." in name}

@@ -21,7 +21,7 @@ def load(
     family: Family, stream_blocks: int, quantize: str | None = None, *, modulation: bool = False
 ) -> Model:
     return family.kind.from_pretrained(
-        family.folder / "transformer",
+        family.transformer,
         dtype="f32",
         quantize=quantize,
         stream_blocks=stream_blocks,
@@ -31,7 +31,7 @@ def load(
 
 def block_count(family: Family) -> int:
     """Return how many blocks the family's golden transformer has; each can be streamed."""
-    config = json.loads((family.folder / "transformer" / "config.json").read_text())
+    config = json.loads((family.transformer / "config.json").read_text())
     names = ("num_layers", "num_single_layers", "n_layers")
     # Z-Image has as many refiners for the noise as for the context.
     refiners = 2 * config.get("n_refiner_layers", 0)
@@ -171,7 +171,7 @@ def test_streaming_what_a_model_does_not_have_is_an_error() -> None:
 
 def test_the_estimate_counts_only_two_of_the_streamed_blocks() -> None:
     for family in FAMILIES.values():
-        facts = next(iter(tc.inspect(family.folder / "transformer").parts.values()))
+        facts = next(iter(tc.inspect(family.transformer).parts.values()))
         for quantize in (None, "nf4"):
             counts = range(block_count(family) + 1)
             estimates = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]

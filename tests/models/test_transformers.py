@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from tests.compressed import decompressed
+from tests.compressed import decompressed, model_folder
 
 import trainable_candle as tc
 from trainable_candle.models import (
@@ -51,13 +51,18 @@ class Family(NamedTuple):
     def folder(self) -> Path:
         return GOLDEN / self.name
 
+    @property
+    def transformer(self) -> Path:
+        """The folder of the transformer that diffusers wrote."""
+        return model_folder(self.folder / "transformer")
+
     def load(self, dtype: str = "f32", device: str = "cpu") -> Model:
-        return self.kind.from_pretrained(self.folder / "transformer", dtype=dtype, device=device)
+        return self.kind.from_pretrained(self.transformer, dtype=dtype, device=device)
 
     @property
     def stored(self) -> dict[str, tc.Tensor]:
         """The parameters in the file that diffusers wrote."""
-        return tc.load_file(self.folder / "transformer" / "diffusion_pytorch_model.safetensors")
+        return tc.load_file(self.transformer / "diffusion_pytorch_model.safetensors")
 
     @property
     def case(self) -> dict[str, tc.Tensor]:
@@ -223,7 +228,7 @@ def test_a_file_with_the_original_names_holds_the_same_model(
 def test_sd3_medium_is_read_with_heads_of_64_features(tmp_path: Path) -> None:
     """Without norms of queries and keys, the shapes do not show the number of heads."""
     family = FAMILIES["sd3"]
-    config = json.loads((family.folder / "transformer" / "config.json").read_text())
+    config = json.loads((family.transformer / "config.json").read_text())
     config |= {"qk_norm": None, "dual_attention_layers": [], "attention_head_dim": 64,
                "caption_projection_dim": 128}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -309,7 +314,7 @@ def test_weights_of_variants_of_qwen_image_are_rejected(
 def test_configurations_of_variants_of_qwen_image_are_rejected(
     tmp_path: Path, field: str, title: str
 ) -> None:
-    path = FAMILIES["qwen-image"].folder / "transformer" / "config.json"
+    path = FAMILIES["qwen-image"].transformer / "config.json"
     config = json.loads(path.read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: True}))
     with pytest.raises(tc.ConfigError, match=f"{field} is true: the transformer is .*{title}"):
@@ -344,7 +349,7 @@ def test_files_of_comfyui_with_fused_projections_are_read_and_z_image_omni_is_re
     np.testing.assert_array_equal(fused.numpy(), tc.cat(projections, 0).numpy())
     # The file below has no configuration, so the loader reads the one in a folder beside the file.
     (tmp_path / "transformer").mkdir()
-    config = (family.folder / "transformer" / "config.json").read_bytes()
+    config = (family.transformer / "config.json").read_bytes()
     (tmp_path / "transformer" / "config.json").write_bytes(config)
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
     # Some published files also have this tensor, which the model does not use.
@@ -399,7 +404,7 @@ def test_only_models_with_a_guidance_embedding_take_guidance(tmp_path: Path) -> 
     family = FAMILIES["flux"]
     with pytest.raises(tc.ArgumentError, match="guidance is missing"):
         family.predict(family.load(), guidance=None)
-    config = json.loads((family.folder / "transformer" / "config.json").read_text())
+    config = json.loads((family.transformer / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
     schnell = FluxTransformer.from_config(tmp_path / "config.json")
     assert family.predict(schnell, guidance=None).shape == family.case["output"].shape

@@ -184,7 +184,8 @@ class _Given:
 
     def _problems_once_exported(self, reader: str) -> list[str]:
         """Return why a program cannot load the adapter once it is exported."""
-        # `unexportable` is not None without an adapter: nobody asks for a verdict if it is `wrong`.
+        # A file that is `wrong` gets no verdicts. Any other file without an adapter has a reason in
+        # `unexportable`.
         if self.unexportable or not self.adapter:
             return [str(self.unexportable)]
         if reader in {"gguf", "ollama"}:

@@ -119,7 +119,7 @@ class ChainableScheduler:
 
     def _next(self, lrs: list[float]) -> list[float]:
         """Return the rates of epoch `last_epoch`, given the rates of the previous epoch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _next()")
 
 
 def require_entries(scheduler: ChainableScheduler, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.compressed import model_folder
 
 import trainable_candle as tc
 from trainable_candle.run import train_adapter
@@ -28,7 +29,9 @@ def train(configure: Callable[..., TrainConfig]) -> Callable[[str, Path], None]:
 def original(name: str, folder: Path) -> dict[str, tc.Tensor]:
     """Return the tensors of a golden transformer under their original names without a prefix."""
     path = folder / "original.safetensors"
-    tc.models.save_checkpoint(path, {"transformer": tc.models.load(GOLDEN / name / "transformer")})
+    tc.models.save_checkpoint(
+        path, {"transformer": tc.models.load(model_folder(GOLDEN / name / "transformer"))}
+    )
     return {key.removeprefix(PREFIX): tensor for key, tensor in tc.load_file(path).items()}
 
 

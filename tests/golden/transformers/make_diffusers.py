@@ -33,6 +33,8 @@ from safetensors.torch import save as to_bytes
 from torch.nn.functional import mse_loss
 
 OUTPUT = Path(sys.argv[1])
+COMPRESSED = ("zimage", "flux2")
+"""The transformers whose weights are stored compressed; `tests.compressed` reads them."""
 RANK, ALPHA, STEPS = 2, 4.0, 4
 # The seeds of models and of adapters. With this seed of adapters, errors in bf16 are at most about
 # half of what the tests allow. Chroma, whose heads have 8 features, has the largest errors.
@@ -166,6 +168,11 @@ def save_family(name, make, inputs, call, linear, attention):
     folder.mkdir(parents=True, exist_ok=True)
     model = randomize(make())
     copy.deepcopy(model).bfloat16().save_pretrained(folder / "transformer")
+    if name in COMPRESSED:
+        weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+        compressed = weights.with_name(f"{weights.name}.gz")
+        compressed.write_bytes(gzip.compress(weights.read_bytes(), mtime=0))
+        weights.unlink()
     with torch.no_grad():
         save(folder / "transformer_forward.safetensors", inputs | {"output": call(model)})
     for case, targets, use_dora in [

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from diffusers.loaders import single_file_utils
-from safetensors import safe_open
+from safetensors.torch import load
 
 GOLDEN = Path(__file__).parents[1]
 # The number of rows of every tensor. Flux's function expects this number for `linear1`.
@@ -92,8 +92,9 @@ def sections_of(family):
     """Return the lines of the list by the blocks that they are about."""
     function, listed = ORIGINAL[family]
     path = GOLDEN / family / "transformer" / "diffusion_pytorch_model.safetensors"
-    with safe_open(path, "pt") as file:
-        parameters = set(file.keys())
+    compressed = path.with_name(f"{path.name}.gz")
+    data = gzip.decompress(compressed.read_bytes()) if compressed.exists() else path.read_bytes()
+    parameters = set(load(data))
     # The original parameters: block, layer, end of the name.
     originals = [
         (block, layer, end)

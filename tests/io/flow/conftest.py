@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.compressed import model_folder
 
 import trainable_candle as tc
 from trainable_candle.models import (
@@ -60,7 +61,7 @@ class Family(NamedTuple):
     @property
     def folder(self) -> Path:
         """The folder of diffusers' model."""
-        return GOLDEN / self.name / "transformer"
+        return model_folder(GOLDEN / self.name / "transformer")
 
     def load(self) -> Model:
         """The model in f32."""

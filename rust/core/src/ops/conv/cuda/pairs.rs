@@ -56,8 +56,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     let channels = sizes.channels as usize;
     // The sizes of the bf16 convolution.
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
-    // `fits` has to check only that `groups` is 1 and the window is small. The channels are padded and the new tensors
-    // are aligned, so no number of channels has to be a multiple of anything, and no address is checked.
+    // The input channels are padded and the new tensors are aligned. So `fits` gets no numbers of channels and no
+    // addresses to check; it checks only that `groups` is 1 and the window is small.
     let (no_channels, any_multiple, no_addresses) = (&[], 1, &[]);
     if channels == 0 || !split.fits(DType::BF16, no_channels, any_multiple, no_addresses) {
         return Ok(None);
