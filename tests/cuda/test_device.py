@@ -183,3 +183,19 @@ def test_repeated_work_neither_allocates_nor_waits(cuda: Any) -> None:
     assert warm.waits == []
     # Each of the 18 steps launches `*`, `+` and `relu`. `@` is a call of cuBLAS.
     assert len(warm.launches) == 18 * 3
+
+
+def test_cached_memory_goes_back_between_phases(cuda: Any) -> None:
+    run = cuda.run(
+        """
+        from types import SimpleNamespace
+        from trainable_candle.tasks.latent.model import LatentModel
+        x = tc.zeros((1 << 26,), device="cuda")
+        del x
+        print(tc.cuda.memory_stats("cuda")["reserved"])
+        LatentModel.release_cached_memory(SimpleNamespace(device="cuda"))
+        print(tc.cuda.memory_stats("cuda")["reserved"])
+        """
+    )
+    before, after = map(int, run.output.split())
+    assert before >= 1 << 28 > after
